@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -23,6 +24,14 @@ COPY_CODE = 70
 PR_SET_PDEATHSIG = 1
 MOST_LOOKS = 5
 """Times that processes to be killed are looked for, as they may start others meanwhile."""
+EXEC_S, LOOK_S = 1.0, 0.001
+"""Seconds for which an empty environment is read again, and between two looks."""
+KERNEL = 2
+"""Pid of the parent of the kernel's own processes, which have no environment."""
+STARTED = 17
+"""Place of a process's start time in /proc/PID/stat, counted from the one after its parent."""
+_without_environment: set[tuple[int, bytes]] = set()
+"""Processes that have no environment at all, by pid and start time."""
 TRACKER = "from multiprocessing.resource_tracker import main"
 """Stands in the command line of a process that frees what Python's processes have left of their shared memory."""
 
@@ -124,7 +133,7 @@ def kill_with_setting(setting: str) -> list[str]:
         found = False
         for pid in psutil.pids():
             with contextlib.suppress(OSError):  # it is another user's, has ended, or this is no Linux
-                if setting.encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+                if setting.encode() in _environment(pid).split(b"\0"):
                     name = Path(f"/proc/{pid}/comm").read_text(encoding="utf-8", errors="replace").strip()
                     elsewhere = os.getsid(pid) != os.getsid(0)
                     os.kill(pid, signal.SIGKILL)
@@ -133,6 +142,24 @@ def kill_with_setting(setting: str) -> list[str]:
         if not found:
             break
     return names
+
+
+def _environment(pid: int) -> bytes:
+    """Return a process's environment as in /proc; a process has none for a moment while it loads a program.
+
+    Raises:
+        OSError: it is another user's, or has ended, or this is no Linux.
+    """
+    folder, end = Path(f"/proc/{pid}"), time.monotonic() + EXEC_S
+    while not (found := (folder / "environ").read_bytes()):
+        state, parent, *others = (folder / "stat").read_bytes().rpartition(b")")[2].split()
+        process = pid, others[STARTED]
+        if state in (b"Z", b"X") or int(parent) == KERNEL or process in _without_environment:
+            break
+        if time.monotonic() > end:
+            _without_environment.add(process)
+        time.sleep(LOOK_S)
+    return found
 
 
 def kill_group(leader: int) -> None:

@@ -1,0 +1,57 @@
+"""Which processes are found by a variable of their environment, and killed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from streamrl.runtime import processes
+from tests.waiting import scaled
+
+SETTING = "KILLED_BY_A_TEST"
+SLEEP = [sys.executable, "-S", "-c", "import time; print(flush=True); time.sleep(600)"]
+
+
+def asleep(environment: dict[str, str]) -> subprocess.Popen[bytes]:
+    """Start a process, and return once it runs its program."""
+    process = subprocess.Popen(SLEEP, env=environment, stdout=subprocess.PIPE)
+    assert process.stdout is not None and process.stdout.readline()
+    return process
+
+
+def test_a_process_that_loads_a_program_is_found_by_its_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    mark = f"{os.getpid()}"
+    process, read = asleep(os.environ | {SETTING: mark}), Path.read_bytes
+    file, looks = Path(f"/proc/{process.pid}/environ"), [0]
+
+    def as_in_exec(path: Path) -> bytes:
+        looks[0] += path == file
+        return b"" if path == file and looks[0] < 4 else read(path)
+
+    monkeypatch.setattr(Path, "read_bytes", as_in_exec)
+    try:
+        processes.kill_with_setting(f"{SETTING}={mark}")
+        assert process.wait(scaled(10)) == -9
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_a_process_without_an_environment_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    process = asleep({})
+    naps: list[float] = []
+    monkeypatch.setattr(processes, "EXEC_S", 0.0)
+    monkeypatch.setattr(processes, "time", SimpleNamespace(monotonic=time.monotonic, sleep=naps.append))
+    try:
+        for _ in range(2):
+            assert processes._environment(process.pid) == b""
+        assert len(naps) == 1
+    finally:
+        process.kill()
+        process.communicate()
