@@ -10,14 +10,11 @@ from streamrl.config.cluster import ClusterConfig
 from streamrl.config.run import RunConfig
 from streamrl.errors import UserError
 from streamrl.generation.instance.eight_bits import choose_here, device_lacks
-from streamrl.generation.instance.engine_config import CPU_BLOCK_SIZE
+from streamrl.generation.instance.engine_config import CPU_BLOCK_SIZE, lacks_heads_on_cpus
 from streamrl.launcher.gpu_checks import names_here, sites_here
 from streamrl.launcher.model_check import config_of
 from streamrl.machine.compute_type import choose, with_type
 from streamrl.machine.model_files import resolve_model
-
-CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
-"""Sizes of an attention head for which vLLM has kernels on CPUs."""
 
 
 def check_generation(cluster: ClusterConfig, run: RunConfig, site: str | None) -> Iterable[str]:
@@ -63,12 +60,10 @@ def check_head_size(cluster: ClusterConfig, run: RunConfig) -> Iterable[str]:
         return
     try:
         values = config_of(run)
-        size = Transformer.from_config(run.model.path, values).head_size
     except (UserError, ValueError):
         return
-    if keeps_heads(values) and size not in CPU_HEAD_SIZES:
-        sizes = ", ".join(map(str, CPU_HEAD_SIZES))
-        yield f"model.path: its heads have a size of {size}, and vLLM generates on CPUs with sizes of {sizes} only"
+    if lacks := lacks_heads_on_cpus(run.model.path, values):
+        yield f"model.path: {lacks}"
 
 
 def check_kv_cache(cluster: ClusterConfig, run: RunConfig, site: str | None, emulated: bool = False) -> Iterable[str]:

@@ -9,7 +9,8 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from streamrl.errors import UserError
-from streamrl.machine.model_files import transformers_config
+from streamrl.generation.instance.engine_config import lacks_heads_on_cpus
+from streamrl.machine.model_files import read_config, transformers_config
 from streamrl.scratch_folders import ScratchFolder
 from streamrl.training.packing_choice import Packing, packing_proof
 from streamrl.verify.findings import Finding
@@ -46,11 +47,20 @@ def verify(
     if packing is not None:
         say("vLLM: log-probabilities, and new weights in fp32, in 8 bits and between tokens")
         findings += _in_vllm(config, folder if full else None, packing)
+        findings.append(check_heads(folder))
         say("settings of the trainer")
         findings += check_settings(config, packing)
     say("tokenizer")
     findings += check_tokenizer(folder, config.get_text_config().vocab_size, variables)
     return findings
+
+
+def check_heads(folder: Path) -> Finding:
+    """Check that vLLM has attention on CPUs for the heads of a model; the small one has heads of another size."""
+    lacks = lacks_heads_on_cpus(str(folder), read_config(folder))
+    return Finding(
+        "heads on CPUs", "refused" if lacks else "works", lacks or "of no size that vLLM lacks", optional=True
+    )
 
 
 def _in_vllm(config: PretrainedConfig, weights: Path | None, packing: Packing) -> list[Finding]:

@@ -34,6 +34,7 @@ from streamrl.verify import generator_checks as generator
 from streamrl.verify import training_checks
 from streamrl.verify.findings import Finding, reasons_against, table_of
 from streamrl.verify.generator_order import AGAINST, BETWEEN_TOKENS, VERSION, Order
+from streamrl.verify.model_checks import check_heads
 from streamrl.verify.small_folder import save_small_models
 from streamrl.verify.tokenizer_checks import check_stops, check_template, check_tokenizer, check_vocabulary
 from streamrl.verify.training_checks import check_packing, check_settings
@@ -144,6 +145,16 @@ def test_separate_rows_work_slower_and_neither_is_refused() -> None:
     assert check_packing(PackingProof("odd", (wrong, right)))[0].verdict == "works slower"
     finding, packing = check_packing(PackingProof("odd", (wrong, replace(right, differs="all of it"))))
     assert finding.verdict == "refused" and packing is None
+
+
+def test_heads_of_a_size_that_vllm_lacks_on_cpus_are_told_though_the_small_model_has_others(tmp_path: Path) -> None:
+    def found(**heads: int) -> Finding:
+        MistralConfig(hidden_size=96, num_attention_heads=2, num_key_value_heads=2, **heads).save_pretrained(tmp_path)
+        return check_heads(tmp_path)
+
+    assert found(head_dim=64).verdict == "works"
+    lacking = found(head_dim=48)
+    assert lacking.verdict == "refused" and lacking.optional and "a size of 48" in lacking.reason
 
 
 def test_the_settings_of_a_run_are_tried_on_the_small_model() -> None:

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from scheduler.cost.model_shapes import text_part
+from scheduler.cost.model_shapes import Transformer, keeps_heads, text_part
 from streamrl.config.cluster import GenerationPool
 from streamrl.config.run import RunConfig
 from streamrl.config.speculation import SpeculationConfig
+from streamrl.errors import UserError
 from streamrl.generation.drafts.drafter import RolloutDrafter
 from streamrl.generation.instance.eight_bits import quantization_config
 from streamrl.generation.instance.engine_variables import EAGER, FEW_ROWS, NORMS, QUANTIZATION
@@ -35,6 +36,8 @@ os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 
 CPU_BLOCK_SIZE = 32
 """Tokens of a KV block: the smallest for which vLLM's CPU attention is fast. Smaller blocks share more of a prompt."""
+CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+"""Sizes of an attention head for which vLLM has kernels on CPUs."""
 
 CAPTURE_ON_CPU = {
     "worker_cls": "streamrl.generation.instance.expert_capture.CapturingWorker",
@@ -60,6 +63,23 @@ class Place:
     """Index of the node; node 0 schedules and talks to the service."""
     meeting: str = ""
     """host:port at which the nodes meet; '': there is only one node."""
+
+
+def lacks_heads_on_cpus(path: str, values: Mapping[str, Any]) -> str:
+    """Return why vLLM has no attention for a model's heads on CPUs; '': it has, or the cost model does not know them.
+
+    Args:
+        path: the model, for errors.
+        values: its configuration.
+    """
+    try:
+        size = Transformer.from_config(path, values).head_size
+    except (UserError, ValueError):
+        return ""
+    if not keeps_heads(values) or size in CPU_HEAD_SIZES:
+        return ""
+    sizes = ", ".join(map(str, CPU_HEAD_SIZES))
+    return f"its heads have a size of {size}, and vLLM generates on CPUs with sizes of {sizes} only"
 
 
 def engine_config(
