@@ -71,7 +71,7 @@ def _follow(directory: Path, answer: PoolScaled) -> None:
 
     told: set[str] = set()
     started, asked = time.time(), time.monotonic()  # instances are dated by the clock, which may be set meanwhile
-    pool = answer.pool
+    pool, first = answer.pool, read_status(directory).updated_at
     try:
         while True:
             status = read_status(directory)
@@ -80,7 +80,8 @@ def _follow(directory: Path, answer: PoolScaled) -> None:
                     click.echo(f"  {line}")
                     told.add(line)
             wanted = status.scaling.wanted.get(pool)
-            if wanted != answer.after and time.monotonic() - asked > ANSWER_S:
+            # the first status may be from before the answer, of a controller that has died since
+            if wanted != answer.after and status.updated_at != first and time.monotonic() - asked > ANSWER_S:
                 click.echo(f"  another command or the run itself has changed the target since: it is {wanted} now")
                 return
             working = all(one.first_sample_at for one in status.scaling.coming if one.requested_at >= started - 1)

@@ -140,7 +140,9 @@ class Controller:
         self.hub.read_state = partial(read_heartbeat, self.own)
         self.issuer = Issuer(context.run, self.pool, self.services, self._new_group, self._generate)
         self.times = StepTimes()
-        self.scaling = Scaling(context.cluster, context.run, context.run_dir, plan, self.services, self.times)
+        self.scaling = Scaling(
+            context.cluster, context.run, context.run_dir, plan, self.services, self.times, context.resume
+        )
         self.telemetry.watch_processes(self.scaling.roles, self.services.heartbeats.remote, self.scaling.status)
         self.telemetry.ranks = {spec.name: rank_names(spec) for spec in plan if spec.role == "trainer"}
         self.rewarders = Rewarders(self.hub, {spec.name: spec.site for spec in plan if spec.role == "rewards"})
@@ -223,7 +225,7 @@ class Controller:
         )
         self.rewarders.start()
         await self._join_services()
-        await self.scaling.begin(self.context.resume)
+        await self.scaling.begin()
         # in a thread: it may wait for nvidia-smi
         await self.training.begin(await asyncio.to_thread(make_choice, self.context, self.services.fleet()))
         self.telemetry.state = "running"

@@ -79,11 +79,16 @@ class Scaling:
         plan: Sequence[ProcessSpec],
         services: Services,
         times: StepTimes,
+        resume: bool,
     ) -> None:
-        """Begin with the processes of `plan`; `times` gets the instances that can work."""
+        """Begin with the processes of `plan`; `times` gets the instances that can work.
+
+        A pool of a resumed run gets the number that it was scaled to last, unless its `replicas` in the cluster file
+        have changed since; any other pool gets those. So do all if the last targets cannot be read: the log names the
+        file. The status has these targets from the beginning, and `begin` tells the services.
+        """
         self.run, self.services, self.times = run, services, times
         self._pools = {f"{site}/{pool.name}": pool for site, s in cluster.sites.items() for pool in s.generation}
-        self._wanted = {key: pool.replicas for key, pool in self._pools.items()}
         self._instances: dict[str, dict[str, str]] = {key: {} for key in self._pools}
         """Life stage of each instance (`generation/site/instance_life.py`), by pool."""
         self._dead: set[str] = set()
@@ -96,8 +101,14 @@ class Scaling:
         self._patience_s = limits_s.startup_s + limits_s.training_s + limits_s.weights_s
         """Seconds in which an added instance starts and gets weights, maybe after a step of the trainer."""
         self._file = run_dir / layout.REPLICAS
-        self._scaled: dict[str, _Target] = {}
+        self._resume = resume
+        recorded = self._recorded() if resume and self._file.exists() else None
+        self._to_rewrite = recorded is not None
+        """Whether the file has to be written again, without what does not hold any more."""
+        self._scaled = self._still_valid(recorded or {})
         """Targets on record, of the pools that were scaled."""
+        sizes = {key: pool.replicas for key, pool in self._pools.items()}
+        self._wanted = sizes | {key: target.wanted for key, target in self._scaled.items()}
         self.coming: deque[Coming] = deque(maxlen=MOST_COMING)
         """Instances that were added during the run, the newest last."""
         fixed = [spec for spec in plan if spec.role != "instance"]
@@ -197,32 +208,30 @@ class Scaling:
         site, _, pool = key.partition("/")
         await self.services.scale(site, pool, self._wanted[key], replace_dead)
 
-    async def begin(self, resume: bool) -> None:
-        """Set the targets of a run whose services have all connected.
-
-        A pool of a resumed run gets the number that it was scaled to last, unless its `replicas` in the cluster file
-        have changed since; any other pool gets those. So do all if the last targets cannot be read: the log names the
-        file.
+    async def begin(self) -> None:
+        """Tell the services, which have all connected, the targets that differ from the cluster file.
 
         Raises:
             RunFailed: the targets cannot be recorded.
         """
-        if not resume or not self._file.exists():
+        if not self._resume:
             self._file.unlink(missing_ok=True)
-            return
-        if (recorded := self._recorded()) is None:
-            return
-        taken = {}
+        elif self._to_rewrite:
+            self._record(self._scaled)
+        for key in self._scaled:
+            await self._announce(key)
+
+    def _still_valid(self, recorded: dict[str, _Target]) -> dict[str, _Target]:
+        """Return the targets on record that hold and differ from the cluster file; the log has them, and why not."""
+        valid = {}
         for key, target in recorded.items():
             if left_out := self._obsolete(key, target):
                 log.warning("pool %s was scaled to %d, which is left out: %s", key, target.wanted, left_out)
-            elif target.wanted != self._wanted[key]:
-                taken[key] = target
+            elif target.wanted != (replicas := self._pools[key].replicas):
+                valid[key] = target
                 text = "pool %s gets the %d instances that it was scaled to; the cluster file has %d"
-                log.info(text, key, target.wanted, self._wanted[key])
-        self._record(taken)
-        for key in taken:
-            await self._announce(key)
+                log.info(text, key, target.wanted, replicas)
+        return valid
 
     def _obsolete(self, key: str, target: _Target) -> str:
         """Return why a target on record does not hold any more; '': it holds."""

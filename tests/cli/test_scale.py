@@ -76,3 +76,23 @@ def test_a_clock_that_is_set_meanwhile_changes_no_target(
         assert scale(monkeypatch, tmp_path, set_clock, lambda: show(tmp_path, 2, 2, NOW + 3600)) == 0
     shown = capsys.readouterr().out
     assert "changed the target" not in shown and shown.endswith(f"pool {POOL} has 2 instances\n")
+
+
+def test_a_status_from_before_the_answer_says_nothing_of_the_target(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    """The controller died before it wrote another one, and is slow to start again."""
+
+    def later() -> None:
+        now = time.monotonic()
+        monkeypatch.setattr(time, "monotonic", lambda: now + 60)
+
+    show(tmp_path, 1, 1, NOW)
+    with supervisor._locked(tmp_path):
+        assert scale(monkeypatch, tmp_path, later, lambda: show(tmp_path, 2, 2, NOW + 60)) == 0
+    shown = capsys.readouterr().out
+    assert "changed the target" not in shown and shown.endswith(f"pool {POOL} has 2 instances\n")
+    show(tmp_path, 2, 1, NOW)
+    with supervisor._locked(tmp_path):
+        assert scale(monkeypatch, tmp_path, later, lambda: show(tmp_path, 3, 1, NOW + 60)) == 0
+    assert capsys.readouterr().out.endswith("changed the target since: it is 3 now\n")

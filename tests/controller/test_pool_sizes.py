@@ -79,11 +79,13 @@ class Answers:
         self.sent.append(body)
 
 
-def make(folder: Path, run: dict[str, Any] | None = None, **home: Any) -> tuple[Scaling, Sites, StepTimes]:
+def make(
+    folder: Path, run: dict[str, Any] | None = None, resume: bool = False, **home: Any
+) -> tuple[Scaling, Sites, StepTimes]:
     sites, times, config = Sites(), StepTimes(), RunConfig.model_validate(run or {})
     files = cluster(**home)
     plan = plan_processes(files, config, folder)
-    return Scaling(files, config, folder, plan, sites, times), sites, times  # type: ignore[arg-type]
+    return Scaling(files, config, folder, plan, sites, times, resume), sites, times  # type: ignore[arg-type]
 
 
 def ask(scaling: Scaling, pool: str, replicas: int, site: str = "") -> dict[str, Any]:
@@ -194,18 +196,21 @@ def test_an_instance_costs_from_its_start_to_its_end_and_works_while_it_is_ready
 def test_a_resumed_run_has_what_was_asked_for_last_and_another_run_what_its_file_says(tmp_path: Path) -> None:
     scaling, _, _ = make(tmp_path)
     ask(scaling, "regular", 4)
-    resumed, sites, _ = make(tmp_path)
-    asyncio.run(resumed.begin(resume=True))
+    resumed, sites, _ = make(tmp_path, resume=True)
+    wanted = resumed.status()["wanted"]
+    assert wanted == {"home/regular": 4, "home/tail": 1} and not sites.asked, "the status has it while the run starts"
+    asyncio.run(resumed.begin())
     assert sites.asked == [("home", "regular", 4)]
     asyncio.run(resumed.returned("service-home"))  # a service that was started anew hears it, too
     assert sites.asked[1:] == [("home", "regular", 4), ("home", "tail", 1)]
     fresh, sites, _ = make(tmp_path)
-    asyncio.run(fresh.begin(resume=False))
+    assert fresh.status()["wanted"]["home/regular"] == 2
+    asyncio.run(fresh.begin())
     assert not sites.asked and not (tmp_path / layout.REPLICAS).exists()
     recorded = {"home/regular": {"wanted": 99, "replicas": 2}, "gone/regular": {"wanted": 2, "replicas": 2}}
     (tmp_path / layout.REPLICAS).write_text(json.dumps(recorded))
-    other, sites, _ = make(tmp_path)
-    asyncio.run(other.begin(resume=True))
+    other, sites, _ = make(tmp_path, resume=True)
+    asyncio.run(other.begin())
     assert not sites.asked  # the cluster file has changed since
 
 
@@ -233,12 +238,12 @@ def test_a_resume_follows_the_cluster_file_where_its_replicas_have_changed_or_no
 ) -> None:
     caplog.set_level("INFO")
     ask(make(tmp_path)[0], "regular", 3)
-    resumed, sites, _ = make(tmp_path, generation=with_replicas(regular, tail, most))
-    asyncio.run(resumed.begin(resume=True))
+    resumed, sites, _ = make(tmp_path, resume=True, generation=with_replicas(regular, tail, most))
+    asyncio.run(resumed.begin())
     assert sites.asked == asked and resumed.status()["wanted"]["home/tail"] == tail
     assert [says in message for message in caplog.messages] == [True]
-    again, sites, _ = make(tmp_path)  # what was left out stays so
-    asyncio.run(again.begin(resume=True))
+    again, sites, _ = make(tmp_path, resume=True)  # what was left out stays so
+    asyncio.run(again.begin())
     assert sites.asked == asked
 
 
@@ -248,8 +253,8 @@ def test_numbers_of_an_earlier_version_which_nobody_may_have_scaled_are_left_out
     caplog.set_level("INFO")
     (tmp_path / layout.REPLICAS).write_text(json.dumps({"home/regular": 3, "home/tail": 1}))
     for _ in range(2):
-        resumed, sites, _ = make(tmp_path)
-        asyncio.run(resumed.begin(resume=True))
+        resumed, sites, _ = make(tmp_path, resume=True)
+        asyncio.run(resumed.begin())
         assert not sites.asked
     [line] = caplog.messages
     assert "an earlier version has recorded home/regular: 3, home/tail: 1, scaled or not" in line
@@ -436,10 +441,10 @@ def test_a_clock_that_is_set_changes_nothing_of_what_an_instance_costs(
 def test_a_resumed_run_whose_record_is_damaged_has_what_its_file_says_and_names_the_record(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, text: bytes, why: str
 ) -> None:
-    scaling, sites, _ = make(tmp_path)
     record = tmp_path / layout.REPLICAS
     record.write_bytes(text)
-    asyncio.run(scaling.begin(resume=True))
+    scaling, sites, _ = make(tmp_path, resume=True)
+    asyncio.run(scaling.begin())
     assert not sites.asked
     [line] = caplog.messages
     assert line.startswith(f"{record}: {why}") and line.endswith("; pools get the sizes of the cluster file")
