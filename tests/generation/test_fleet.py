@@ -268,6 +268,25 @@ def test_a_new_one_may_have_the_number_of_one_that_is_dead_for_good(tmp_path: Pa
     with_fleet(tmp_path, work, cluster=FULL, recovery={"restarts": 0})
 
 
+@pytest.mark.parametrize("leaving", [False, True])
+def test_a_new_one_is_not_said_to_have_died_of_what_ended_the_one_that_had_its_number(
+    leaving: bool, tmp_path: Path
+) -> None:
+    async def work(fleet: SiteFleet) -> None:
+        name = "here-one-1"
+        async with fleet.weights.lock:  # it cannot leave yet
+            if leaving:
+                await fleet.scale({"one": 1})
+            await fleet.died(fleet.lives[name], "killed")
+            await fleet.scale({"one": 1})
+            assert fleet.states()[name]["detail"] == "killed"
+        await until(lambda: name not in fleet.lives)
+        await fleet.scale({"one": 2})
+        assert (fleet.states()[name]["life"], fleet.states()[name]["detail"]) == (Life.STARTING, "")
+
+    with_fleet(tmp_path, work, pause_s=1000.0)
+
+
 def test_one_that_pauses_keeps_its_place_when_the_operator_scales_its_pool(tmp_path: Path) -> None:
     async def work(fleet: SiteFleet) -> None:
         await fleet.died(fleet.lives["here-one-1"], "killed")

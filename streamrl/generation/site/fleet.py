@@ -363,12 +363,12 @@ class SiteFleet:
             if self.lives.get(life.name) is not life:
                 return  # it has left for an earlier command
             life.on("retired")
-        self._causes.pop(life.name, None)
         await self._left(life)
 
     async def _left(self, life: InstanceLife) -> None:
         life.on("left")
         del self.lives[life.name]
+        self._causes.pop(life.name, None)  # a new one may get its number
         log.info("%s has left", life.name)
         self._reconcile()
         await self.changed()
