@@ -95,7 +95,7 @@ class SampleRequest:
     """Token ids of the templated prompt, shape [P]."""
     seed: int
     t_queued: float
-    """Unix seconds at which the controller issued it."""
+    """Unix seconds at which the controller issued it; for the first time if it has tokens from before a restart."""
     temperature: float | None = None
     """Sampling temperature; 0: greedy; None: the run's."""
     pause_at: int | None = None

@@ -66,9 +66,9 @@ def weights(number: int) -> LoadWeights:
     return LoadWeights(number=number, content_hash="", source=None)
 
 
-def group(newest: int, *names: str, budget: int | None = None, oldest: int = 0) -> Generate:
+def group(newest: int, *names: str, budget: int | None = None, oldest: int = 0, t_queued: float = 1.0) -> Generate:
     issued = IssuedGroup(group_id="g", samples=[(name, 1, None) for name in names], forecast=None, oldest=oldest)
-    return Generate(t_queued=1.0, budget=budget, groups=[issued], newest=newest)
+    return Generate(t_queued=t_queued, budget=budget, groups=[issued], newest=newest)
 
 
 PROMPT = np.arange(4, dtype=np.int32)
@@ -79,21 +79,21 @@ def tokens(number: int) -> dict[str, np.ndarray]:
     return {name: np.arange(number).astype(dtype) for name, dtype in TOKEN_ARRAYS.items()}
 
 
-def continued(folder: Path, *orders: TypedMessage, prompt: IntArray = PROMPT) -> dict[str, int | None]:
+def requests_continued(folder: Path, *orders: TypedMessage, prompt: IntArray = PROMPT) -> dict[str, SampleRequest]:
     """The requests that a new service goes on with from the tokens, of versions 9 and 17, that an earlier one noted.
 
-    Each with the number of tokens at which it is parked. The earlier service had them of `prompt`.
+    The earlier service had them of `prompt`, and got them at 1.0.
     """
     context = RoleContext("service-here", "here", folder, CLUSTER, RunConfig(), Addresses("", "", {}), True)
     earlier = TokenJournal(folder / layout.TOKEN_JOURNAL)
     for version in (9, 17):
         arrays = np.arange(3, dtype=np.int32), np.zeros(3, np.float32), np.full(3, version, np.int32)
         request = SampleRequest(f"of {version}", "g", prompt, 1, 1.0)
-        earlier.begin(request.sample_id, drawn_from(request, RunConfig().drawn_with))
+        earlier.begin(request.sample_id, drawn_from(request, RunConfig().drawn_with), request.t_queued)
         earlier.add(0, PartialSample(f"of {version}", *arrays, 1.0, 2.0))
     earlier.close()
 
-    async def play() -> dict[str, int | None]:
+    async def play() -> dict[str, SampleRequest]:
         service = GenerationService(context)
         prompts = {"prompt_tokens": PROMPT, "prompt_lengths": np.full(1, 4, np.int32)}
         waiting = [*orders, Finish(state="done", error=None)]
@@ -106,9 +106,14 @@ def continued(folder: Path, *orders: TypedMessage, prompt: IntArray = PROMPT) ->
         for part in (service.controller, service.weights, service.hub):
             await part.close()
         service.journal.close()
-        return {name: one.pause_at for name, one in service.dispatcher.requests.items() if one.kept is not None}
+        return {name: one for name, one in service.dispatcher.requests.items() if one.kept is not None}
 
     return asyncio.run(play())
+
+
+def continued(folder: Path, *orders: TypedMessage, prompt: IntArray = PROMPT) -> dict[str, int | None]:
+    """The number of tokens at which each of `requests_continued` is parked."""
+    return {name: one.pause_at for name, one in requests_continued(folder, *orders, prompt=prompt).items()}
 
 
 @pytest.mark.parametrize("first", [weights(10), group(10, "another")])
@@ -134,6 +139,11 @@ def test_tokens_that_would_be_staler_than_the_schedule_allows_are_drawn_anew(
 def test_the_budget_of_a_round_counts_what_comes_after_the_tokens_of_earlier_rounds(tmp_path: Path) -> None:
     """A budget of 2 tokens, after the 3 that the journal has: an instance cannot generate fewer than none."""
     assert continued(tmp_path, weights(17), group(17, "of 9", "of 17", budget=2)) == {"of 9": 5, "of 17": 5}
+
+
+def test_what_goes_on_was_issued_before_its_first_token(tmp_path: Path) -> None:
+    found = requests_continued(tmp_path, weights(17), group(17, "of 9", "of 17", t_queued=30.0))
+    assert {name: one.t_queued for name, one in found.items()} == {"of 9": 1.0, "of 17": 1.0}
 
 
 def test_finished_samples_that_die_with_a_service_are_continued_and_not_begun_anew(tmp_path: Path) -> None:

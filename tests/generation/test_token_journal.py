@@ -85,7 +85,7 @@ def test_a_refused_sample_that_is_given_again_keeps_the_tokens_of_its_second_att
     journal.add(3, part("a", 3, 5))
     journal.flush()
     journal.ended("a")
-    assert journal.begin("a", SOURCE) is None
+    assert journal.begin("a", SOURCE, 1.0) is None
     journal.add(0, part("a", 0, 2))  # before the refusal is acknowledged
     journal.committed("a")
     assert journal.add(2, part("a", 2, 2))
@@ -104,27 +104,43 @@ def test_tokens_are_continued_only_under_the_prompt_and_the_settings_that_they_w
     ]
     for other in others:
         journal = TokenJournal(path)
-        assert journal.begin("a", source) is None
+        assert journal.begin("a", source, 1.0) is None
         journal.add(0, part("a", 0, 3))
         journal.flush()
-        assert journal.begin("a", source) is not None
+        assert journal.begin("a", source, 1.0) is not None
         journal.ended("a")  # it is in the file alone
         journal.close()
         later = TokenJournal(path)
-        assert later.begin("b", source) is None and later.begin("a", source) is not None
-        assert later.begin("a", other) is None
+        assert later.begin("b", source, 1.0) is None and later.begin("a", source, 1.0) is not None
+        assert later.begin("a", other, 1.0) is None
         later.close()
         assert TokenJournal(path).kept("a") is None
     journal.forget("ab")
     journal.ended("b")
-    assert journal._drawn_from == {}
+    assert journal._origins == {}
+
+
+def test_the_time_of_issue_is_that_of_the_first_tokens_that_are_kept(tmp_path: Path) -> None:
+    path = tmp_path / "journal.sqlite"
+
+    def issued(t_queued: float, tokens: int, source: bytes = SOURCE) -> float | None:
+        """The time that a service which gets the request then has of it; afterwards it has so many tokens."""
+        journal = TokenJournal(path)
+        had = journal.begin("a", source, t_queued)
+        journal.add(0, part("a", 0, tokens))
+        journal.close()
+        return None if had is None else had[1]
+
+    assert [issued(1.0, 0), issued(2.0, 3)] == [None, None]
+    assert [issued(3.0, 5), issued(4.0, 5)] == [2.0, 2.0]
+    assert [issued(5.0, 2, b"another prompt"), issued(6.0, 2, b"another prompt")] == [None, 5.0]
 
 
 def test_a_journal_of_an_earlier_version_is_begun_anew(tmp_path: Path) -> None:
     path = tmp_path / "journal.sqlite"
     TokenJournal(path).close()
     with contextlib.closing(sqlite3.connect(path)) as db, db:
-        db.execute("ALTER TABLE token_parts DROP COLUMN drawn_from")
+        db.execute("ALTER TABLE token_parts DROP COLUMN t_queued")
     journal = TokenJournal(path)
     journal.add(0, part("a", 0, 2))
     journal.close()

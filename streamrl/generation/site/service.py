@@ -257,14 +257,16 @@ class GenerationService:
         Those with a token of an older version than `oldest` begin anew: they would be too stale for their schedule. So
         do those whose prompt or settings have changed.
 
-        A budget counts new tokens: the journal may have those of earlier rounds.
+        A budget counts new tokens: the journal may have those of earlier rounds. The time of issue is the first one, as
+        the other times of what was kept.
         """
         found = []
         for request in requests:
-            had = self.journal.begin(request.sample_id, drawn_from(request, self._drawn_with), oldest)
-            if had is not None:
-                pause_at = request.pause_at and request.pause_at + len(had.completion_tokens)
-                request = replace(request, kept=had, pause_at=pause_at)
+            source = drawn_from(request, self._drawn_with)
+            if (had := self.journal.begin(request.sample_id, source, request.t_queued, oldest)) is not None:
+                kept, t_queued = had
+                pause_at = request.pause_at and request.pause_at + len(kept.completion_tokens)
+                request = replace(request, kept=kept, pause_at=pause_at, t_queued=t_queued)
             found.append(request)
         return found
 

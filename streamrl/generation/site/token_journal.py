@@ -20,7 +20,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -41,12 +41,15 @@ CREATE TABLE IF NOT EXISTS token_parts (
     experts      BLOB,
     row_bytes    INTEGER,
     drawn_from   BLOB NOT NULL,
+    t_queued     REAL NOT NULL,
     checksum     INTEGER NOT NULL,
     PRIMARY KEY (sample_id, start)
 ) WITHOUT ROWID;
 """
-_COLUMNS = "sample_id, start, tokens, logprobs, versions, t_dispatched, t_first, experts, row_bytes, drawn_from"
-_Row = tuple[str, int, bytes, bytes, bytes, float, float, bytes | None, int | None, bytes]
+_COLUMNS = (
+    "sample_id, start, tokens, logprobs, versions, t_dispatched, t_first, experts, row_bytes, drawn_from, t_queued"
+)
+_Row = tuple[str, int, bytes, bytes, bytes, float, float, bytes | None, int | None, bytes, float]
 
 
 def drawn_from(request: SampleRequest, settings: str) -> bytes:
@@ -55,10 +58,17 @@ def drawn_from(request: SampleRequest, settings: str) -> bytes:
     return hashlib.blake2b(np.asarray(request.prompt_tokens, np.int32).tobytes() + said, digest_size=16).digest()
 
 
-def _row(start: int, part: PartialSample, source: bytes) -> _Row:
+class _Origin(NamedTuple):
+    """What `TokenJournal.begin` was told of a request when its first tokens began."""
+
+    drawn_from: bytes = b""
+    t_queued: float = 0.0
+
+
+def _row(start: int, part: PartialSample, origin: _Origin) -> _Row:
     blobs = part.completion_tokens.tobytes(), part.logprobs.tobytes(), part.token_versions.tobytes()
     experts = (None, None) if part.experts is None else (part.experts.tobytes(), part.experts.shape[1])
-    return part.sample_id, start, *blobs, part.t_dispatched, part.t_first_token, *experts, source
+    return part.sample_id, start, *blobs, part.t_dispatched, part.t_first_token, *experts, *origin
 
 
 def _joined_experts(parts: list[PartialSample]) -> ByteArray | None:
@@ -80,10 +90,10 @@ def _joined(parts: list[PartialSample]) -> PartialSample:
 
 def _checksum(*row: object) -> int:
     """Return the checksum of a row, so that bytes damaged on disk never become tokens of an answer."""
-    sample_id, start, tokens, logprobs, versions, dispatched, first, experts, row_bytes, source = row
+    sample_id, start, tokens, logprobs, versions, dispatched, first, experts, row_bytes, source, queued = row
     blobs: list[Any] = [tokens, logprobs, versions, experts or b"", source]
     lengths = [len(blob) for blob in blobs]
-    found = zlib.crc32(f"{sample_id} {start} {dispatched!r} {first!r} {lengths} {row_bytes}".encode())
+    found = zlib.crc32(f"{sample_id} {start} {dispatched!r} {first!r} {queued!r} {lengths} {row_bytes}".encode())
     for blob in blobs:
         found = zlib.crc32(blob, found)
     return found
@@ -97,8 +107,7 @@ class TokenJournal:
         self._parts: defaultdict[str, list[PartialSample]] = defaultdict(list)
         """The tokens of each request, in few parts, each longer than those after it."""
         self._lengths: Counter[str] = Counter()
-        self._drawn_from: dict[str, bytes] = {}
-        """What the tokens of each request are drawn from, as `begin` was told."""
+        self._origins: dict[str, _Origin] = {}
         self._forgotten: set[str] = set()
         """Requests that were forgotten but are still in the file."""
         self._ended: set[str] = set()
@@ -113,36 +122,44 @@ class TokenJournal:
         self._db = open_journal(path, _SCHEMA, self._load)
 
     def _load(self, db: sqlite3.Connection) -> None:
-        for loaded in (self._parts, self._lengths, self._cut, self._drawn_from):
+        for loaded in (self._parts, self._lengths, self._cut, self._origins):
             loaded.clear()
         for *row, checksum in db.execute(f"SELECT {_COLUMNS}, checksum FROM token_parts ORDER BY sample_id, start"):
-            sample_id, start, tokens, logprobs, versions, dispatched, first, experts, row_bytes, source = row
+            sample_id, start, tokens, logprobs, versions, dispatched, first, experts, row_bytes, source, queued = row
             if sample_id in self._cut:
                 continue
             if checksum != _checksum(*row) or start != self._lengths[sample_id]:
                 log.warning("dropping the tokens of %s from a damaged part of the token journal on", sample_id)
                 self._cut[sample_id] = self._lengths[sample_id]
                 continue
-            self._drawn_from[sample_id] = source
+            self._origins[sample_id] = _Origin(source, queued)
             arrays = np.frombuffer(tokens, np.int32), np.frombuffer(logprobs, np.float32)
             drawn_by, rows = np.frombuffer(versions, np.int32), rows_from(experts, row_bytes)
             self._append(PartialSample(sample_id, *arrays, drawn_by, dispatched, first, rows))
 
-    def begin(self, sample_id: str, source: bytes, oldest: int = 0) -> PartialSample | None:
+    def begin(
+        self, sample_id: str, source: bytes, t_queued: float, oldest: int = 0
+    ) -> tuple[PartialSample, float] | None:
         """Return the tokens from which a request goes on that is given now; None: it begins anew.
 
         Args:
             sample_id: the request.
             source: what it is drawn from (`drawn_from`); tokens that were drawn from something else are forgotten.
+            t_queued: unix seconds at which the controller issued it.
             oldest: oldest weight version of a token; if one is older, all are forgotten.
+
+        Returns:
+            (the tokens, `t_queued` of the request with which they began).
         """
-        had = self.kept(sample_id)
+        had, origin = self.kept(sample_id), self._origins.get(sample_id, _Origin())
         stale = had is not None and had.token_versions.min(initial=oldest) < oldest
-        if stale or sample_id in self._ended or self._drawn_from.get(sample_id) != source:
+        if stale or sample_id in self._ended or origin.drawn_from != source:
             self.forget([sample_id])  # if it has ended, its sample was refused, and it is given again
             had = None
-        self._drawn_from[sample_id] = source
-        return had
+        if had is None:
+            self._origins[sample_id] = _Origin(source, t_queued)
+            return None
+        return had, origin.t_queued
 
     def add(self, start: int, part: PartialSample) -> bool:
         """Add what a request has produced from token `start` on.
@@ -185,7 +202,7 @@ class TokenJournal:
             del self._lengths[sample_id]
             self._ended.add(sample_id)
         else:
-            self._drawn_from.pop(sample_id, None)
+            self._origins.pop(sample_id, None)
 
     def committed(self, sample_id: str) -> None:
         """Forget a request that has ended, unless it was given again."""
@@ -195,7 +212,7 @@ class TokenJournal:
     def forget(self, sample_ids: Iterable[str]) -> None:
         """Forget requests that are no longer wanted."""
         for sample_id in sample_ids:
-            self._drawn_from.pop(sample_id, None)
+            self._origins.pop(sample_id, None)
             if sample_id in self._ended or self._parts.pop(sample_id, None) is not None:
                 self._ended.discard(sample_id)
                 self._lengths.pop(sample_id, None)
@@ -210,8 +227,10 @@ class TokenJournal:
 
     def flush(self) -> None:
         """Write what is new to the file. A failure is only logged, once, and the next call writes the same again."""
-        source = self._drawn_from
-        rows = [_row(start, part, source.get(one, b"")) for one, parts in self._new.items() for start, part in parts]
+        origins = self._origins
+        rows = [
+            _row(start, part, origins.get(one, _Origin())) for one, parts in self._new.items() for start, part in parts
+        ]
         new = [(*row, _checksum(*row)) for row in rows]
         gone = [(sample_id,) for sample_id in self._forgotten]
         if not new and not gone and not self._cut:
@@ -221,7 +240,7 @@ class TokenJournal:
                 self._db.executemany("DELETE FROM token_parts WHERE sample_id = ?", gone)
                 cut = self._cut.items()
                 self._db.executemany("DELETE FROM token_parts WHERE sample_id = ? AND start >= ?", cut)
-                self._db.executemany(f"INSERT OR REPLACE INTO token_parts VALUES ({', '.join('?' * 11)})", new)
+                self._db.executemany(f"INSERT OR REPLACE INTO token_parts VALUES ({', '.join('?' * 12)})", new)
         except sqlite3.Error as error:
             if self._problem != (problem := str(error)):
                 log.warning("the token journal cannot be written: %s", problem)
