@@ -1,5 +1,5 @@
 """Which tensors the kernels of our own for CPUs take, and how (`group_attention.py`, `layer_kernels.py`,
-`head_kernels.py`, `gradient_sums.py`)."""
+`layer_norms.py`, `head_kernels.py`, `gradient_sums.py`)."""
 
 from __future__ import annotations
 

@@ -7,6 +7,8 @@ operations round in between.
 
 Families write these formulas in their own classes, some with changes. So each is tried against the kernel's formula on
 random numbers before it takes the kernel, and keeps its own operations if it computes something else.
+
+Layer norms stay with torch, but for their backward pass in bf16 (`layer_norms.py`), which needs no compiler.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from torch.func import functional_call
 
 from streamrl.machine import compiled_c
 from streamrl.training.cpu_tensors import kernels_take, with_rows
+from streamrl.training.layer_norms import LayerNorm
 from streamrl.training.policy_model import Policy
 
 log = logging.getLogger(__name__)
@@ -157,26 +160,61 @@ class Gate(torch.autograd.Function):
 def take_kernels(model: nn.Module) -> None:
     """Let what computes the kernels' formulas in a model take the kernels.
 
-    Without a compiler on this machine nothing does. Tensors that are not plain ones of a CPU, in one of
+    Without a compiler on this machine only layer norms do. Tensors that are not plain ones of a CPU, in one of
     `cpu_tensors.TYPES`, go to the model's own operations. Rotations are functions of a family's Python module, and so
     taken by all its models in this process. A policy's head has kernels of its own (`head_kernels.py`).
     """
     if isinstance(model, Policy):
         model.fused = True
-    if _library() is None:
-        return
+    compiled = _library() is not None
     taken = 0
     for module in model.modules():
         forward = None
-        if type(module).__name__.endswith("RMSNorm"):
+        if isinstance(module, nn.LayerNorm):
+            forward = _with_layer_norm(module)
+        elif not compiled:
+            continue
+        elif type(module).__name__.endswith("RMSNorm"):
             forward = _with_norm(module)
         elif {name for name, _ in module.named_children()} >= GATED:
             forward = _with_gate(module)
         if forward is not None:
             module.forward = MethodType(forward, module)  # which a copy of the module has as its own
             taken += 1
-    rotations = sum(map(_take_rotation, {type(module).__module__ for module in model.modules()}))
-    log.info("%d norms and MLPs and %d rotations take kernels compiled for this CPU", taken, rotations)
+    rotations = 0
+    if compiled:
+        rotations = sum(map(_take_rotation, {type(module).__module__ for module in model.modules()}))
+    log.info("%d norms and MLPs and %d rotations take kernels for CPUs", taken, rotations)
+
+
+def _with_layer_norm(module: nn.LayerNorm) -> Callable[..., torch.Tensor] | None:
+    """Return a layer norm's forward pass that adds up gradients in fp32; None: it computes another formula."""
+    weights = dict(module.named_parameters())
+    if "weight" not in weights or not {*weights} <= {"weight", "bias"} or module.weight.dim() != 1:
+        return None
+    x = _numbers(len(module.weight))
+    tensors = [x, *(x[at] for at in range(1, 1 + len(weights)))]
+
+    def own_formula(x: torch.Tensor, *given: torch.Tensor) -> torch.Tensor:
+        return functional_call(module, dict(zip(("weight", "bias"), given, strict=False)), (x,))
+
+    def kernel(offset: float, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return LayerNorm.apply(x, weight + offset, bias, module.eps)
+
+    offset = _formula_of(own_formula, {at: partial(kernel, at) for at in (0.0, 1.0)}, *tensors)
+    if offset is None:
+        return None
+    own = type(module).forward
+
+    def forward(self: Any, *args: Any, **named: Any) -> torch.Tensor:
+        tensors = [*args, self.weight, *([] if self.bias is None else [self.bias])]
+        if named or len(args) != 1 or args[0].dtype != torch.bfloat16 or not kernels_take(*tensors):
+            return own(self, *args, **named)
+        if args[0].shape[-1:] != self.weight.shape:
+            return own(self, *args)
+        return LayerNorm.apply(args[0], self.weight + offset if offset else self.weight, self.bias, self.eps)
+
+    return forward
 
 
 def _with_norm(module: Any) -> Callable[[Any, torch.Tensor], torch.Tensor] | None:
