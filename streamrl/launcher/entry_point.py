@@ -11,6 +11,7 @@ import argparse
 import asyncio
 import contextlib
 import logging
+import multiprocessing
 import os
 import signal
 import sys
@@ -26,7 +27,7 @@ from streamrl.machine.user_folders import settle_caches
 from streamrl.rollouts.plain_text import shown
 from streamrl.run_dir.start_stages import say
 from streamrl.runtime.log_lines import log_to_stderr
-from streamrl.runtime.process_plan import CORES, STARTER, rank_name
+from streamrl.runtime.process_plan import CORES, SOCKETS_OF_VLLM, STARTER, rank_name
 from streamrl.runtime.processes import end_with_parent, is_alive, start_warden
 
 LAST_WORDS = "LAST WORDS: "
@@ -69,6 +70,16 @@ def _pin() -> None:
             f"the cluster file pins this process to the CPU cores {cores}, and that failed: {error}; change `cores` to "
             f"some of those that it may use here ({usable}), or leave it out"
         ) from error
+
+
+def _settle_sockets() -> None:
+    """Let multiprocessing have its sockets in the launcher's folder for sockets, which goes with the launcher.
+
+    Otherwise it makes a folder of its own, which stays: no exit handler runs in a process that `end` or a signal ends.
+    """
+    if folder := os.environ.get(SOCKETS_OF_VLLM):
+        process: Any = multiprocessing.current_process()
+        process._config["tempdir"] = folder
 
 
 def _name(args: argparse.Namespace) -> str:
@@ -206,6 +217,7 @@ def main() -> int:
     log_to_stderr(os.environ.get("STREAMRL_LOG_LEVEL", "INFO"))
     settle_caches()  # on a Ray node, this user's home may be another one than the launcher's
     raise_open_files()
+    _settle_sockets()
     try:
         _pin()  # before there are other threads, which would stay as they are
         _say(args, "importing torch" if args.role == "trainer" else "importing libraries")

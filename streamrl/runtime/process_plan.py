@@ -55,7 +55,7 @@ HIDDEN = "STREAMRL_HIDDEN"
 """Environment variable: a JSON list of the files and folders with the keys and sockets of the run, which no sandbox
 shows."""
 SOCKETS_OF_VLLM = "VLLM_RPC_BASE_PATH"
-"""vLLM's variable for the folder in which an engine has its sockets."""
+"""vLLM's variable for the folder in which an engine has its sockets; multiprocessing's are there, too."""
 STARTER = "STREAMRL_PARENT"
 """Environment variable: PID of the process whose death ends this one (the launcher, or the actor on a Ray node)."""
 PROCESS = "STREAMRL_PROCESS"
