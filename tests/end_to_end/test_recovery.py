@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,8 +20,18 @@ from tests.end_to_end.running import Running, assert_every_sample_once
 from tests.waiting import finish, scaled
 
 
+@pytest.fixture
+def temporary() -> Iterator[Path]:
+    """A folder for temporary files with a short path, as those of sockets must be."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        yield Path(folder)
+
+
 @pytest.mark.timeout(600)
-def test_instance_rewards_and_service_come_back_and_what_they_had_goes_on(tmp_path: Path) -> None:
+def test_instance_rewards_and_service_come_back_and_what_they_had_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, temporary: Path
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(temporary))
     silent = {"heartbeat_s": scaled(60)}  # an instance that is stopped for the time of two steps is not taken for dead
     run = Running(
         Project(tmp_path, batch=24), 500, schedule={"name": "async"}, recovery={"pause_s": 0.5}, deadlines=silent
@@ -53,6 +65,7 @@ def test_instance_rewards_and_service_come_back_and_what_they_had_goes_on(tmp_pa
         assert f"{name} was killed by SIGKILL" in output
     assert_every_sample_once(run.run_dir)
     assert "here-regular-0 is heard again" in (run.run_dir / "logs" / "service-here.log").read_text()
+    assert list(temporary.iterdir()) == []  # also of what was killed
 
 
 @pytest.mark.timeout(600)

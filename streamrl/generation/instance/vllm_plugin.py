@@ -9,6 +9,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+from types import SimpleNamespace
 
 from streamrl.generation.instance.engine_variables import EAGER, FEW_ROWS, QUANTIZATION
 from streamrl.runtime.processes import end_with_parent, kill_with
@@ -23,7 +24,9 @@ def register() -> None:
     vLLM calls this entry point in every process, possibly more than once.
     """
     _end_with_instance()
+    from vllm import envs
     from vllm.distributed.weight_transfer import WeightTransferEngineFactory
+    from vllm.utils import network_utils
 
     from streamrl.config.weight_sync import WEIGHT_PATHS
     from streamrl.weights.backends.base import LOAD_FORMATS
@@ -31,6 +34,8 @@ def register() -> None:
     for path in WEIGHT_PATHS.values():
         if path.engine_class is not None and path.engine not in WeightTransferEngineFactory._registry:
             WeightTransferEngineFactory.register_engine(path.engine, *path.engine_class)
+    # a killed engine leaves the file by which its workers meet: where its sockets are, that goes with the launcher
+    network_utils.tempfile = SimpleNamespace(gettempdir=lambda: envs.VLLM_RPC_BASE_PATH)  # type: ignore[assignment]
     if EAGER in os.environ:  # an engine of a CPU
         import torch
         from vllm.model_executor.models import registry
