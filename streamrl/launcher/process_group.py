@@ -16,7 +16,7 @@ from streamrl.launcher.started_process import KILL_S, RunProcess
 from streamrl.run_dir import layout
 from streamrl.run_dir.instance_files import StartedProcess, WantedInstance, read_wanted, write_started
 from streamrl.run_dir.start_stages import say
-from streamrl.run_dir.status import read_status
+from streamrl.run_dir.status import FINAL_STATES, read_status
 from streamrl.runtime.process_plan import ON_RAY, ProcessSpec
 from streamrl.runtime.processes import this_host
 from streamrl.runtime.restart_budget import restart_time
@@ -84,22 +84,39 @@ class ProcessGroup:
         return [p for p in self._processes if p.spec.role != "instance" and self._has_died(p) and self._is_final(p)]
 
     def _has_died(self, process: RunProcess) -> bool:
-        """Whether a process has ended too early: all run until the first one's work is done."""
-        ended_well = process.exit_code == 0 and (process is self.first or self.is_over())
-        return process.exit_code is not None and not ended_well
+        """Whether a process has ended too early: all run until the first one's work is done.
 
-    def is_over(self) -> bool:
-        """Whether the controller has ended the run; services of other sites, which it tells, may end before it."""
-        try:
-            return read_status(self.share.run_dir).final
-        except UserError:  # none has been written
+        Once the run is done, no process is needed any more. If it failed, one that died may be why.
+        """
+        if process.exit_code is None or (process.exit_code == 0 and process is self.first):
             return False
+        state = self._state()
+        return state != "done" and (process.exit_code != 0 or state not in FINAL_STATES)
+
+    def _state(self) -> str:
+        """Return the state that the controller has written last; '': none."""
+        try:
+            return read_status(self.share.run_dir).state
+        except UserError:
+            return ""
+
+    def _is_over(self) -> bool:
+        """Whether the controller has ended the run; services of other sites, which it tells, may end before it."""
+        return self._state() in FINAL_STATES
+
+    def has_ended(self) -> bool:
+        """Whether the first process has ended, well or after it had recorded how the run ended.
+
+        Not if a process has died for good: that tells more.
+        """
+        code = self.first.exit_code
+        return code == 0 or (code is not None and self._is_over() and not self.dead)
 
     def _is_final(self, process: RunProcess) -> bool:
         return process.is_final or self._due.get(process.spec.name, 0.0) is None
 
     def revive(self) -> list[str]:
-        """Restart dead processes within their budget; return lines for the user.
+        """Restart dead processes within their budget, unless the run is over; return lines for the user.
 
         A service or the reward workers restart alone: the controller resends their open work. After the death of the
         controller or the trainer everything but the instances restarts from the newest checkpoint.
@@ -111,7 +128,8 @@ class ProcessGroup:
         for process in list(self._processes):
             name, role = process.spec.name, process.spec.role
             restartable = role != "instance" and self._has_died(process) and not self._is_final(process)
-            if process not in self._processes or not restartable:
+            # sites that have been told of the end do not come back
+            if process not in self._processes or not restartable or self._is_over():
                 continue
             if name not in self._due:
                 now = time.monotonic()
@@ -139,6 +157,8 @@ class ProcessGroup:
         home = process.spec.role in HOME
         old = [p for p in self._processes if p.spec.role != "instance"] if home else [process]
         self._kill(old)
+        if home and self._is_over():  # the controller has ended the run just before it was killed
+            return
         for one in old:
             self._due.pop(one.spec.name, None)
         self._resume = self._resume or home

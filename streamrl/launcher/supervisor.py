@@ -159,12 +159,11 @@ def _watch(
     """
     shown = float("-inf")
     while True:
-        first = family.first
         if stop:
             raise _interrupted(stop, share)
         if _is_gone(held):  # before anything is written there, or judged by what is missing
             raise _gone(held)
-        if first.exit_code == 0:
+        if family.has_ended():
             view.refresh()
             return _check_end(share)
         if share.network is not None:
@@ -176,13 +175,12 @@ def _watch(
             silence = f"{name} has given no sign of life for {silent:.0f} s: it is taken for dead"
             view.say(ErrorCode.HANG.refer(silence))
             family.kill(name)
-            if name == "controller" and family.is_over():  # it has recorded how the run ended
-                return _check_end(share)
         if family.dead:
             time.sleep(SETTLE_S)
-            dead = family.dead
-            if family.first.exit_code == 0:
+            if family.has_ended():
                 return _check_end(share)
+            if not (dead := family.dead):  # the controller has ended the run meanwhile
+                continue
             culprit = next((p for p in dead if p.is_root_cause), dead[0])
             words = culprit.last_words(in_lines=True)
             raise RunFailed(words + _how_to_resume(share, _to_mend(words)))
@@ -245,7 +243,7 @@ def _metrics(share: Share) -> Iterator[str]:
 def _check_end(share: Share) -> None:
     """Check that the run is done: a controller stopped from outside exits cleanly although the run is not.
 
-    One that hung after it had recorded the run's end may have recorded an error.
+    One that hung or died after it had recorded the run's end may have recorded an error.
 
     Raises:
         RunFailed: the run is not done.

@@ -102,6 +102,10 @@ def alive(folder: Path) -> dict[str, tuple[int, int]]:
     return {one.name: (one.pid, one.process) for one in read_started(folder) if one.exit_code is None}
 
 
+def end_run(folder: Path, state: str) -> None:
+    write_status(folder, {"run": "r", "state": state, "step": 1, "steps": 1, "started_at": 1.0, "updated_at": 1.0})
+
+
 CORE = [spec("controller", "controller"), spec("trainer", "trainer"), spec("service-here", "service")]
 
 
@@ -155,11 +159,53 @@ def test_a_service_that_ends_well_is_started_again_unless_the_run_is_over(
     tmp_path: Path, families: Callable[..., ProcessGroup], state: str, again: bool
 ) -> None:
     """Services of other sites hear of the end from the controller, and may be gone before it is."""
-    write_status(tmp_path, {"run": "r", "state": state, "step": 1, "steps": 1, "started_at": 1.0, "updated_at": 1.0})
+    end_run(tmp_path, state)
     family = families(tmp_path, CORE[0], CORE[1], spec("service-here", "service", "pass"))
     service = family._processes[2]
     wait_for(lambda: service.exit_code == 0, 20)
     assert bool(family.revive()) == again and family.dead == []
+
+
+@pytest.mark.parametrize("state", ["running", "done", "failed", "interrupted"])
+@pytest.mark.parametrize("victim", ["controller", "trainer", "service-here"])
+def test_nothing_is_started_again_once_the_controller_has_ended_the_run(
+    tmp_path: Path, families: Callable[..., ProcessGroup], victim: str, state: str
+) -> None:
+    family = families(tmp_path, *CORE)
+    process = next(one for one in family._processes if one.spec.name == victim)
+    end_run(tmp_path, state)
+    os.kill(process.pid, signal.SIGKILL)
+    wait_for(lambda: process.exit_code is not None, 20)
+    assert bool(family.revive()) == (state == "running") and family.dead == []
+    assert family.has_ended() == (victim == "controller" and state != "running")
+
+
+@pytest.mark.parametrize("state", ["done", "failed"])
+def test_a_process_that_ends_with_an_error_is_the_cause_unless_the_run_is_done(
+    tmp_path: Path, families: Callable[..., ProcessGroup], state: str
+) -> None:
+    fails = "import sys; print('LAST WORDS: no room', file=sys.stderr); sys.exit(1)"
+    family = families(tmp_path, spec("controller", "controller", "exit(1)"), spec("trainer", "trainer", fails))
+    end_run(tmp_path, state)
+    wait_for(lambda: all(one.exit_code == 1 for one in family._processes), 20)
+    assert [one.spec.name for one in family.dead] == ([] if state == "done" else ["trainer"])
+    assert family.has_ended() == (state == "done")
+
+
+def test_a_controller_that_ends_the_run_just_before_it_is_killed_is_not_started_again(
+    tmp_path: Path, families: Callable[..., ProcessGroup], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    family = families(tmp_path, *CORE)
+    kill = family._kill
+
+    def ends_before(processes: Sequence[RunProcess]) -> None:
+        end_run(tmp_path, "done")
+        kill(processes)
+
+    monkeypatch.setattr(family, "_kill", ends_before)
+    os.kill(alive(tmp_path)["trainer"][0], signal.SIGKILL)
+    until(family.has_ended, family)
+    assert "controller" not in alive(tmp_path) and family.dead == []
 
 
 @pytest.mark.parametrize("victim", ["controller", "trainer"])

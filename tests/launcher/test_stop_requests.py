@@ -217,6 +217,20 @@ def test_a_controller_that_hangs_after_it_has_recorded_the_end_ends_the_run_as_r
     assert read_status(place.folder / "runs" / "tiny").state == state
 
 
+@pytest.mark.parametrize("state", ["done", "failed", "interrupted"])
+def test_a_controller_that_dies_after_it_has_recorded_the_end_ends_the_run_as_recorded(
+    place: Place, state: str
+) -> None:
+    error = "there is nothing to train" if state == "failed" else None
+    write_status(place.folder, make_status(2, 4, time.time(), state=state, error=error))
+    dies = "import os, shutil, signal; shutil.copy('status.json', 'runs/tiny'); os.kill(os.getpid(), signal.SIGKILL)"
+    printed = place.supervise({"controller": dies}, code=0 if state == "done" else 1, recovery={"restarts": 3})
+    assert "is started again" not in printed
+    told = {"failed": f"error: {error}\n", "interrupted": "the controller was told to stop; the run is interrupted\n"}
+    assert told.get(state, "") in printed
+    assert ("continue with: streamrl launch --resume runs/tiny\n" in printed) == (state != "done")
+
+
 def test_a_report_that_does_not_fit_on_the_disk_is_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
