@@ -119,19 +119,23 @@ class ProcessGroup:
         """Restart dead processes within their budget, unless the run is over; return lines for the user.
 
         A service or the reward workers restart alone: the controller resends their open work. After the death of the
-        controller or the trainer everything but the instances restarts from the newest checkpoint.
+        controller or the trainer everything but the instances restarts from the newest checkpoint; one that ends
+        while another waits for that is not charged for it.
 
         Raises:
             RunFailed: a process cannot be started.
         """
         lines = []
-        for process in list(self._processes):
+        # a controller that gives up does so because another process died, which is charged
+        for process in sorted(self._processes, key=lambda one: one.exit_code == AGAIN):
             name, role = process.spec.name, process.spec.role
             restartable = role != "instance" and self._has_died(process) and not self._is_final(process)
             # sites that have been told of the end do not come back
             if process not in self._processes or not restartable or self._is_over():
                 continue
-            if name not in self._due:
+            if name not in self._due and role in HOME and (due := self._common_restart()) is not None:
+                self._due[name] = due
+            elif name not in self._due:
                 now = time.monotonic()
                 wanted = process.exit_code == AGAIN and role not in HOME
                 self._due[name] = now if wanted else restart_time(self.share.run.recovery, self._deaths[name], now)
@@ -149,9 +153,12 @@ class ProcessGroup:
             return ErrorCode.MEMORY.refer(f"{name} has died {len(self._deaths[name])} times; it is not started again")
         if process.spec.role not in HOME:
             return f"{process.short_words()}; it is started again"
-        # a controller that gives up does so because another process died
-        dead = [p for p in self._processes if p.spec.role in HOME and p.exit_code not in (None, AGAIN)]
-        return f"{(dead or [process])[0].short_words()}; everything but the instances is started again"
+        return f"{process.short_words()}; everything but the instances is started again"
+
+    def _common_restart(self) -> float | None:
+        """Return when everything but the instances restarts (monotonic seconds); None: no process waits for that."""
+        due = (self._due.get(process.spec.name) for process in self._processes if process.spec.role in HOME)
+        return next((moment for moment in due if moment is not None), None)
 
     def _restart(self, process: RunProcess) -> None:
         home = process.spec.role in HOME

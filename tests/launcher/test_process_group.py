@@ -18,6 +18,7 @@ import pytest
 
 from streamrl.config.run import RunConfig
 from streamrl.launcher import process_group
+from streamrl.launcher.entry_point import AGAIN
 from streamrl.launcher.local_backend import LocalProcess, start
 from streamrl.launcher.process_group import ProcessGroup
 from streamrl.launcher.started_process import RunProcess
@@ -164,6 +165,44 @@ def test_a_service_that_ends_well_is_started_again_unless_the_run_is_over(
     service = family._processes[2]
     wait_for(lambda: service.exit_code == 0, 20)
     assert bool(family.revive()) == again and family.dead == []
+
+
+GIVES_UP = "import os, sys, time\nwhile not os.path.exists(sys.argv[1]): time.sleep(0.01)\nsys.exit(75)"
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_a_controller_that_gives_up_for_a_dead_trainer_is_neither_charged_nor_told(
+    tmp_path: Path, families: Callable[..., ProcessGroup], monkeypatch: pytest.MonkeyPatch, together: bool
+) -> None:
+    controller = spec("controller", "controller", GIVES_UP)
+    controller.command.append(str(gives_up := tmp_path / "gives_up"))
+    family = families(tmp_path, controller, *CORE[1:])
+    clock = SteppedClock()
+    monkeypatch.setattr(process_group, "time", clock)
+    monkeypatch.setattr(family.share, "run", RunConfig.model_validate({"recovery": QUICKLY | {"pause_s": 1.0}}))
+    told: list[str] = []
+    for _ in range(2):  # all restarts that one process has
+        first, trainer = family.first, family._processes[1]
+        os.kill(trainer.pid, signal.SIGKILL)
+        wait_for(lambda trainer=trainer: trainer.exit_code is not None, 20)
+        if not together:
+            told += family.revive()
+        gives_up.touch()
+        wait_for(lambda first=first: first.exit_code == AGAIN, 20)
+        told += family.revive()
+        assert family.first is first, "it waits for the trainer's restart"
+        gives_up.unlink()
+        clock.sleep(60)
+        told += family.revive()
+        assert family.first is not first and family._processes[1] is not trainer
+    killed = "trainer was killed by SIGKILL (out of memory, or somebody's kill -9; see docs: E1006)"
+    assert told == [f"{killed}; everything but the instances is started again"] * 2
+    os.kill(family.first.pid, signal.SIGKILL)  # by itself, for the first time
+    wait_for(lambda: family.first.exit_code is not None, 20)
+    told = family.revive()
+    assert family.dead == [] and told == [
+        f"{killed.replace('trainer', 'controller')}; everything but the instances is started again"
+    ]
 
 
 @pytest.mark.parametrize("state", ["running", "done", "failed", "interrupted"])
