@@ -17,11 +17,10 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from streamrl.config.cluster import GenerationPool
 from streamrl.config.run import RunConfig
 from streamrl.generation.instance import engine_config, few_rows, layer_ops
-from streamrl.generation.instance.engine_config import _is_tried
+from streamrl.generation.instance.engine_config import CPU_HEAD_SIZES, _is_tried
 from streamrl.generation.instance.engine_variables import EAGER, FEW_ROWS, NORMS
 from streamrl.generation.instance.few_rows import Shelf, products
 from streamrl.generation.instance.vllm_plugin import register
-from streamrl.launcher.generation_check import CPU_HEAD_SIZES
 from streamrl.machine.cpu import this_cpu
 from streamrl.machine.engine_settings import EngineSettings
 from streamrl.training.small_config import small_config
