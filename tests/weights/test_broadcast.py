@@ -299,7 +299,7 @@ def open_now() -> Counter[str]:
 async def no_more_open_than(before: Counter[str]) -> None:
     """Waits until what threads close in their own time is closed."""
     try:
-        await until(lambda: not open_now() - before, 10)
+        await until(lambda: not open_now() - before, 60)  # gloo ends by limits of its own
     except AssertionError as error:
         raise AssertionError(f"left open: {open_now() - before}, beside {before}") from error
 
