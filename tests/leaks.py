@@ -18,15 +18,12 @@ from typing import Any
 import psutil
 import pytest
 
+from streamrl.runtime.processes import EXEC_S, KERNEL
 from tests.marks import WARM, mark_of, started_by
 from tests.waiting import Deadline
 
 GOING_S = 2.0
 """Seconds granted to processes that are about to end."""
-EXEC_S = 1.0
-"""Seconds for which an empty environment is read again: a process has none for a moment while it loads a program."""
-KERNEL = 2
-"""Pid of the parent of the kernel's own processes, which have no environment."""
 COMPILERS = "torch/_inductor/compile_worker"
 OF_PYTHON = ("multiprocessing.resource_tracker", "multiprocessing.forkserver", COMPILERS, WARM)
 """Parts of command lines of helpers that libraries, or `tests/warm.py`, keep for the life of this process."""

@@ -30,6 +30,7 @@ from typing import Any, NoReturn
 
 import psutil
 
+from streamrl.machine.compiled_c import compiler_words
 from streamrl.machine.cpu import this_cpu
 from streamrl.runtime.stop_signals import on_stop
 
@@ -157,12 +158,13 @@ def delaying() -> Iterator[dict[str, str]]:
 
     Raises:
         OSError: there is no C compiler.
+        ValueError: CC has a quotation without an end.
         subprocess.CalledProcessError: it cannot compile it; it has said why.
     """
     with tempfile.TemporaryDirectory() as folder:
         library = Path(folder, "delays.so")
         library.parent.chmod(0o755)  # for what tests start as another user
-        subprocess.run(["cc", "-O2", "-shared", "-fPIC", "-o", library, DELAYS, "-ldl"], check=True)
+        subprocess.run([*compiler_words(), "-O2", "-shared", "-fPIC", "-o", library, DELAYS, "-ldl"], check=True)
         yield {"LD_PRELOAD": str(library)}
 
 

@@ -44,7 +44,7 @@ def load(source: Path, instead: str) -> ctypes.CDLL | None:
         instead: what is done without it, for the log.
     """
     try:
-        compiler = _compiler()
+        compiler = compiler_words()
         return _loaded(_name(source, compiler), _command(compiler, source))
     except subprocess.CalledProcessError as error:
         reason = f"{error} {error.stderr.decode(errors='replace')[-LAST_WORDS:]}"
@@ -60,7 +60,7 @@ def library_name(source: Path) -> str:
     It changes with the source, the headers beside it and in `HEADERS`, the compiler, its flags and the CPU.
     """
     try:
-        compiler = _compiler()
+        compiler = compiler_words()
         _loaded(name := _name(source, compiler), _command(compiler, source))
     except (OSError, ValueError, subprocess.SubprocessError, UserError):
         return "none"
@@ -80,7 +80,7 @@ def _command(compiler: list[str], source: Path) -> list[str]:
     return [*compiler, *FLAGS, f"-I{HEADERS}", str(source), "-lm"]
 
 
-def _compiler() -> list[str]:
+def compiler_words() -> list[str]:
     """Return the words that start a command of the compiler: those of CC, or cc, or gcc.
 
     Raises:

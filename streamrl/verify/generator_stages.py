@@ -32,7 +32,7 @@ from streamrl.generation.instance.eight_bits import device_lacks
 from streamrl.generation.instance.engine import Engine
 from streamrl.machine.cpu import this_cpu
 from streamrl.rollouts.micro_batch import TrainGroup, TrainSequence
-from streamrl.rollouts.types import SampleRequest
+from streamrl.rollouts.types import Sample, SampleRequest
 from streamrl.runtime.processes import end_with_parent
 from streamrl.training.layer_kernels import take_kernels
 from streamrl.training.packing import pack
@@ -64,6 +64,8 @@ TOKENS = 24
 """Tokens of a sample."""
 LONG_TOKENS = 40
 """Tokens of a sample during which new weights come."""
+ATTEMPTS = 5
+"""Tries to load new weights while samples are generated."""
 POLL_S = 0.001
 """Seconds between two looks at how far running samples are."""
 FIRST, SECOND = 0, 1
@@ -208,13 +210,41 @@ async def _updated(order: Order, say: ReportStage) -> None:
                     plain = _plain(await _drawn(engine))
                     say(in_codes(codes), codes=_plain(drawn), plain=plain, mb=coded[0].nbytes / 1e6)
                     number += 2
-                await _between_tokens(order, path, ShardedLayout(old, torch.float32).lay_out(number + 1), say)
+                layouts = [ShardedLayout(one, torch.float32) for one in (old, new)]
+                await _between_tokens(order, path, layouts, number + 1, say)
 
 
 async def _between_tokens(
-    order: Order, path: _Delivery, version: tuple[Manifest, np.ndarray], say: ReportStage
+    order: Order, path: _Delivery, layouts: Sequence[ShardedLayout], number: int, say: ReportStage
 ) -> None:
-    """Load the first model's weights while samples are generated; the trainer knows what the later tokens are worth."""
+    """Load the first model's weights while samples are generated; the trainer knows what the later tokens are worth.
+
+    All samples may have ended before the weights come, as this process may stand still: then it is tried again.
+
+    Args:
+        layouts: those of the first model and of the second one.
+        number: that of the first version.
+    """
+    old, new = layouts
+    for attempt in range(ATTEMPTS):
+        if attempt:
+            await path.deliver(*new.lay_out(number + 2 * attempt - 1))
+        samples, later = await _crossing(path, old.lay_out(number + 2 * attempt))
+        if crossed := sum(bool(which.any() and not which.all()) for which in later):
+            break
+    theirs = _trainer_logprobs(order.models[0], samples, order.attention)
+    errors = [np.abs(one.logprobs - values)[which] for one, values, which in zip(samples, theirs, later, strict=True)]
+    every = np.concatenate(errors)
+    say(
+        BETWEEN_TOKENS,
+        error=float(every.max(initial=0.0)),
+        tokens=len(every),
+        crossed=crossed,
+    )
+
+
+async def _crossing(path: _Delivery, version: tuple[Manifest, np.ndarray]) -> tuple[list[Sample], list[np.ndarray]]:
+    """Load a version while samples are generated; return them, and which tokens of each, [T], it has drawn."""
     engine, number = path.engine, version[0].version.number
     await path.publish(*version)
     running = asyncio.create_task(_together(engine, LONG_TOKENS))
@@ -222,16 +252,7 @@ async def _between_tokens(
         await asyncio.sleep(POLL_S)
     await path.load(version[0])
     samples = await running
-    theirs = _trainer_logprobs(order.models[0], samples, order.attention)
-    later = [one.token_versions == number for one in samples]
-    errors = [np.abs(one.logprobs - values)[which] for one, values, which in zip(samples, theirs, later, strict=True)]
-    every = np.concatenate(errors)
-    say(
-        BETWEEN_TOKENS,
-        error=float(every.max(initial=0.0)),
-        tokens=len(every),
-        crossed=sum(bool(which.any() and not which.all()) for which in later),
-    )
+    return samples, [one.token_versions == number for one in samples]
 
 
 async def _fresh(order: Order, say: ReportStage) -> None:

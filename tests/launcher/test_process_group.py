@@ -380,7 +380,7 @@ def test_all_are_asked_to_end_before_one_is_waited_for_and_share_one_deadline(
 
     monkeypatch.setattr(LocalProcess, "request_kill", note)
     monkeypatch.setattr(LocalProcess, "finish_kill", slow)
-    monkeypatch.setattr("streamrl.launcher.process_group.KILL_S", scaled(60))
+    monkeypatch.setattr(process_group, "KILL_S", scaled(60))
     family.stop()
     assert len(limits) == 3 and limits[0] > limits[1] > limits[2]
 

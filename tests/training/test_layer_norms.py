@@ -189,7 +189,7 @@ def gradients(
 def test_a_model_with_layer_norms_learns_in_bf16_what_it_does_in_fp32(
     recomputation: bool | str, sharded: bool, tmp_path: Path, one_rank: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With torch's own norms the worst of these gradients has an error of a quarter."""
+    """The worst of these gradients has an error of a quarter with torch's own norms."""
     small_model(GPT2Config(n_positions=128), seed=0).save_pretrained(tmp_path)
     random = np.random.default_rng(0)
 

@@ -40,8 +40,7 @@ def test_the_table_of_a_model(
     assert "works" in rows["packing"] and f"shared (proven for {config.model_type}" in rows["packing"]
     assert "sampled tokens within" in rows["trainer against vLLM"]
     assert "bit for bit" in rows["a weight version against a fresh engine"]
-    between = rows["new weights between tokens"]
-    assert "works" in between or "all samples ended before" in between  # a machine may stand still for so long
+    assert "works" in rows["new weights between tokens"]
     assert "bit for bit" in rows["weights in fp8"] and "bit for bit" in rows["weights in int8"]
     int8 = rows["layers in int8"]
     if this_cpu().has_int8 and config.model_type == "mistral":

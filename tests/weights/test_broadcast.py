@@ -299,7 +299,7 @@ def open_now() -> Counter[str]:
 async def no_more_open_than(before: Counter[str]) -> None:
     """Waits until what threads close in their own time is closed."""
     try:
-        await until(lambda: not open_now() - before, 60)  # gloo ends by limits of its own
+        await until(lambda: not open_now() - before, 2 * LIMIT_S)  # gloo may need its limit for a broken broadcast
     except AssertionError as error:
         raise AssertionError(f"left open: {open_now() - before}, beside {before}") from error
 
@@ -364,13 +364,15 @@ def test_members_that_die_as_they_meet_or_later_hold_nobody_up_and_leave_nothing
     async def body() -> None:
         trainer = Trainer(tiny_model, site)
         await trainer.publish(0)
-        before, started = open_now(), time.monotonic()
+        before, took = open_now(), 0.0
         for number, (one, when) in enumerate(zip(others, ("join", "load", "join"), strict=True)):
             site.calls, site.workers, one.fate, one.when = [], [stays, one], DIES, when
+            started = time.monotonic()
             assert set(await trainer.publish(number + 1)) == {"a"}
+            took += time.monotonic() - started
             assert site.calls.count("join") == 2 and site.calls.count("members") == 2
             await no_more_open_than(before)
-        assert time.monotonic() - started < scaled(LIMIT_S / 2)
+        assert took < scaled(LIMIT_S / 2)
         trainer.close()
 
     asyncio.run(body())
