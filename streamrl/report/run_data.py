@@ -20,6 +20,7 @@ from streamrl.errors import UserError
 from streamrl.plain_files import plain_names
 from streamrl.report.conversation import conversation_text
 from streamrl.report.run_decoder import Decoder, find_decoder
+from streamrl.rollouts.void import MOST_REWARD
 from streamrl.run_dir import layout
 from streamrl.run_dir.evaluations import EvaluationRow, read_evaluations
 from streamrl.run_dir.metrics import MetricsRow, read_metrics
@@ -72,7 +73,7 @@ class RunRollouts:
     output_length: npt.NDArray[np.int32]
     finish_reason: TextColumn
     reward: npt.NDArray[np.float64]
-    """NaN where the sample was never scored."""
+    """NaN where the sample was never scored, or got what no reward can be (`MOST_REWARD`)."""
     reward_error: TextColumn
     """Error message, or ''."""
     pool: TextColumn
@@ -213,6 +214,8 @@ def _read_file(path: Path, below: Path, texts: dict[str, dict[str, int]]) -> Ite
                 columns[name] = _numbered(_column(batch, name, text), texts[name])
             for name, number in _NUMBERS.items():
                 columns[name] = _column(batch, name, number).to_numpy()
+            can_be = np.abs(columns["reward"]) <= MOST_REWARD  # earlier versions have trained on larger ones
+            columns["reward"] = np.where(can_be, columns["reward"], np.nan)
             yield columns
 
 

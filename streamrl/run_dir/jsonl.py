@@ -6,9 +6,7 @@ A killed run may leave a cut last line: readers skip it, and the writer removes 
 from __future__ import annotations
 
 import json
-import math
 import os
-import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import cache
@@ -23,25 +21,23 @@ from streamrl.errors import writing
 from streamrl.plain_files import open_plain
 from streamrl.run_dir.layout import LARGEST_ROWS
 
-LARGEST_NUMBER = sys.float_info.max
-"""Largest number that a float holds; JSON has integers of any length."""
+LARGEST_NUMBER = 1e150
+"""Largest figure, above and below 0: of larger ones, sums and squares would be infinite wherever a run is shown."""
 
 
 def finite(value: Any) -> Any:
-    """Replace NaN, infinities and integers beyond any float by None, at any depth of dicts, lists and tuples."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
+    """Replace NaN and numbers beyond `LARGEST_NUMBER` by None, at any depth of dicts, lists and tuples."""
     if isinstance(value, dict):
         return {key: finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [finite(item) for item in value]
-    if isinstance(value, int) and abs(value) > LARGEST_NUMBER:
-        return None
+    if isinstance(value, int | float):
+        return value if abs(value) <= LARGEST_NUMBER else None
     return value
 
 
 class Row(BaseModel):
-    """Base of the rows of a file; unknown keys are errors when a row is made, NaN and infinities become None."""
+    """Base of the rows of a file; unknown keys are errors when a row is made, what `finite` takes out becomes None."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import time
@@ -580,3 +581,19 @@ def test_figures_that_no_schedule_measured_are_said_to_be_missing(
         metrics.append(MetricsRow(step=1, time=START + 40, staleness_mean=0.0))
     page, text = page_of(run_dir)
     assert "schedule" in page.plots and "not measured" in text
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.usefixtures("undrawn")
+def test_rewards_too_large_for_means_count_as_none(tmp_path: Path) -> None:
+    """Earlier versions took them; figures of agents still have any size."""
+    rows = [make_row(step).model_dump() for step in (1, 2, 3)]
+    for row, reward in zip(rows, (1e308, 1e308, -1e308), strict=True):
+        row |= {"reward_mean": reward, "reward_by_task": {"sum": reward}, "reward_std": 1e308, "usd": reward}
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    rewards = {"a.0": 1e308, "a.1": -1e308, "a.2": 0.25, "a.3": float("inf"), "a.4": 1e12}
+    write_samples(tmp_path / "rollouts", 1, [a_sample(name, reward=reward) for name, reward in rewards.items()])
+    write_status(tmp_path, make_status(3, 20, START))
+    page, _ = page_of(tmp_path)
+    assert "reward-" in page.text and not re.search(r"\b(inf|nan)\b|0{20}", page.text)
+    assert load_run(tmp_path).rollouts.reward.tolist()[2::2] == [0.25, 1e12]  # type: ignore[union-attr]
