@@ -59,6 +59,9 @@ def make(name, **arguments):
     return spec(name).entry_point(**arguments)
 
 register("Counted-v1", Counted)
+
+def unpacked(*found):
+    observation, reward, terminated, truncated, info = found
 """
 OWN_GAMES = """
 import gymnasium
@@ -110,7 +113,18 @@ class Old(Cliff):
         super().reset(seed)
         return self.observation
 
+class OldStep(Cliff):
+    def __init__(self, found):
+        super().__init__()
+        self.found = found
+
+    def step(self, action):
+        if self.found == "its own":
+            gone, too, are, all, five = range(4)
+        return gymnasium.unpacked(0, 1.0, False, {}) if self.found == "wrapped" else self.found
+
 gymnasium.register("Old-v0", Old)
+gymnasium.register("OldStep-v0", OldStep)
 gymnasium.register("Cliff-v0", Cliff)
 gymnasium.register("Quits-v0", Quits)
 gymnasium.register("Alone-v0", Alone)
@@ -286,6 +300,29 @@ def test_a_reset_that_returns_the_observation_alone_is_refused(observation: obje
         TypeError, match=r"reset must return \(observation, info\), info a dict, got .*the observation alone"
     ):
         one.reset({"seed": 1})
+
+
+@pytest.mark.usefixtures("folder")
+@pytest.mark.parametrize(
+    ("found", "told"),
+    [
+        ((0, 1.0, False, {}), "got 4 values: an environment written for gym, or gymnasium before 0.26, returns"),
+        ("wrapped", "got 4 values: an environment written for gym"),  # by a wrapper of gymnasium, which unpacks them
+        ("12345", "got str '12345'"),
+        ((0, 1.0), r"got tuple \(0, 1.0\)"),
+    ],
+)
+def test_a_step_that_returns_something_other_than_five_values_is_refused(found: object, told: str) -> None:
+    one = make("own_games:OldStep-v0", {"kwargs": {"found": found}}).new()
+    one.reset({"seed": 1})
+    with pytest.raises(TypeError, match=rf"step must return \(observation, .*, truncated, info\), {told}"):
+        say(one, "3")
+
+
+@pytest.mark.usefixtures("folder")
+def test_an_environments_own_mistake_is_not_taken_for_an_old_step() -> None:
+    with pytest.raises(ValueError, match="expected 5, got 4"):
+        say(make("own_games:OldStep-v0", {"kwargs": {"found": "its own"}}).new(), "3")
 
 
 @pytest.mark.usefixtures("folder")

@@ -24,6 +24,7 @@ import random
 import re
 import sys
 import time
+import traceback
 from typing import Any
 
 KEYS = {"kwargs", "actions", "instructions", "digits", "unreadable"}
@@ -34,6 +35,14 @@ TRIED_S = 5.0
 COLOURED = re.compile(r"\x1b\[[0-9;]*m(.*?)\x1b\[0m")
 """What a rendering marks, such as the place of the player."""
 NUMBER = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
+
+OLD_STEP = "expected 5, got 4"
+"""What Python says where a wrapper of gymnasium unpacks the four values of an old `step`."""
+FIVE_VALUES = "step must return (observation, reward, terminated, truncated, info)"
+OLDER = (
+    ", got 4 values: an environment written for gym, or gymnasium before 0.26, returns (observation, reward, done, "
+    "info); return done as terminated, and False as truncated"
+)
 
 
 def make(name: str, config: dict[str, Any]) -> GymnasiumEnvironment:
@@ -86,9 +95,8 @@ def _random_rewards(env: Any) -> list[float]:
             if done:
                 env.reset(seed=episode)
                 episode += 1
-            _, reward, terminated, truncated, _ = env.step(env.action_space.sample())
+            _, reward, done = _stepped(env, env.action_space.sample())
             rewards.append(float(reward))
-            done = bool(terminated) or bool(truncated)
     except (Exception, SystemExit) as error:  # a random action may be one that no player takes; episodes say so
         print(
             f"the random player ended after {len(rewards) - 1} steps: {type(error).__name__}: {error}", file=sys.stderr
@@ -179,9 +187,8 @@ class GymnasiumEpisode:
             if reward is None:
                 reward = min(map(float, self.rewards_before + self._rewards))
             return {**told, "reward": reward, "done": False, "metrics": {"unreadable": 1}}
-        observation, reward, terminated, truncated, _ = self._env.step(action)
+        observation, reward, done = _stepped(self._env, action)
         self._rewards.append(reward)
-        done = bool(terminated) or bool(truncated)
         return {**_said(self._shown(observation)), "reward": reward, "done": done, "metrics": {}}
 
     def action(self, answer: str) -> Any:
@@ -271,6 +278,25 @@ def _observed(found: Any) -> Any:
         f"reset must return (observation, info), info a dict, got {type(found).__name__} {found!r:.80}: an environment "
         "written for gym, or gymnasium before 0.26, returns the observation alone; add the info to it"
     )
+
+
+def _stepped(env: Any, action: Any) -> tuple[Any, Any, bool]:
+    """Act, and return the observation, the reward, and whether the episode has ended.
+
+    Raises:
+        TypeError: the environment's `step` returns something other than gymnasium's five values.
+    """
+    try:
+        found = env.step(action)
+    except ValueError as error:
+        *_, last = traceback.walk_tb(error.__traceback__)
+        if OLD_STEP in str(error) and last[0].f_globals.get("__name__", "").partition(".")[0] == "gymnasium":
+            raise TypeError(FIVE_VALUES + OLDER) from error
+        raise
+    if isinstance(found, (tuple, list)) and len(found) == 5:
+        return found[0], found[1], bool(found[2]) or bool(found[3])
+    four = isinstance(found, (tuple, list)) and len(found) == 4
+    raise TypeError(FIVE_VALUES + (OLDER if four else f", got {type(found).__name__} {found!r:.80}"))
 
 
 def _fits(action: Any, dtype: Any) -> bool:
