@@ -56,8 +56,15 @@ def load_agent(task: AgentTask) -> AgentFunction | None:
     return found
 
 
-def check_seeds(task: AgentTask, items: Iterable[tuple[str, Mapping[str, Any]]]) -> None:
-    """Check that items of a gymnasium environment have the seed from which it begins.
+NEEDED = {
+    "gymnasium": ("seed", "from which environment {!r} begins"),
+    "verifiers": ("index", "the place of its task in environment {!r}"),
+}
+"""Whole number that an item of these environments needs, and what it is."""
+
+
+def check_items(task: AgentTask, items: Iterable[tuple[str, Mapping[str, Any]]]) -> None:
+    """Check that items of an environment have the number by which it knows what to play.
 
     Args:
         task: the task, whose environment is installed.
@@ -66,12 +73,14 @@ def check_seeds(task: AgentTask, items: Iterable[tuple[str, Mapping[str, Any]]])
     Raises:
         UserError: one has none, or one that is no whole number.
     """
-    if task.environment is None or not find_environment(task.environment.name).make.startswith("gymnasium:"):
+    if task.environment is None:
         return
-    for name, item in items:
-        if not isinstance(item.get("seed"), int):
-            got = f"{item['seed']!r:.40}" if "seed" in item else "none"
+    environment = task.environment.name
+    kind = find_environment(environment).make.partition(":")[0]
+    key, meaning = NEEDED.get(kind, ("", ""))
+    for name, item in items if key else ():
+        if not isinstance(item.get(key), int):
+            got = f"{item[key]!r:.40}" if key in item else "none"
             raise UserError(
-                f"task {task.key!r}: item {name} needs a whole number `seed`, from which environment "
-                f"{task.environment.name!r} begins, got {got}"
+                f"task {task.key!r}: item {name} needs a whole number `{key}`, {meaning.format(environment)}, got {got}"
             )

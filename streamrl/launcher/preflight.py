@@ -319,7 +319,7 @@ def check_tasks(
             without some checks.
         contents: gets what each task of a continued run holds, by the task's own key; None: nobody compares it.
     """
-    from streamrl.agents.agent_function import check_seeds, load_agent
+    from streamrl.agents.agent_function import check_items, load_agent
     from streamrl.tasks.rewards import Scorer
 
     held_out = run.evaluation.tasks if run.evaluation else []
@@ -341,7 +341,7 @@ def check_tasks(
             if isinstance(task, AgentTask):
                 load_agent(task)
                 if not resumed:  # a function may take long for each of its items
-                    check_seeds(task, _items(source, all_of_them=task.path is not None))
+                    check_items(task, _items(source, all_of_them=task.path is not None))
         except UserError as error:
             yield f"{key}: {error}"
     if rendered:

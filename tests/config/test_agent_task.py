@@ -118,14 +118,17 @@ def test_the_check_before_a_run_names_the_task_that_is_wrong(tmp_path: Path) -> 
         ("gymnasium:Lake-v1", {"items": "some_agents:items"}, "item game/.* got none"),
         ("gymnasium:Lake-v1", {}, None),
         ("some_lake:make", {"path": "floats.jsonl"}, None),
+        ("verifiers:lake", {"path": "seeded.jsonl"}, None),
+        ("verifiers:lake", {"path": "partly.jsonl"}, "item game/2 needs a whole number `index`, the place .* got none"),
+        ("verifiers:lake", {}, None),
     ],
 )
-def test_items_of_gymnasium_without_a_seed_are_refused_before_anything_starts(
+def test_items_without_the_number_that_their_environment_needs_are_refused_before_anything_starts(
     tmp_path: Path, make: str, source: dict[str, str], got: str | None
 ) -> None:
     add_environment(tmp_path / "venvs" / "lake", make)
     for name, values in {"seeded": [1, 2**40], "partly": [1, 2, None], "floats": [3.0]}.items():
-        rows = [{"prompt": "p"} | ({} if value is None else {"seed": value}) for value in values]
+        rows = [{"prompt": "p"} | ({} if value is None else {"seed": value, "index": value}) for value in values]
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     played = {"kind": "agent", "name": "game", "environment": {"name": str(tmp_path / "venvs" / "lake")}, **source}
     run = RunConfig.model_validate({"model": {"path": "m"}, "tasks": [played]})

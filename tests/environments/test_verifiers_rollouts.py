@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
@@ -11,7 +12,7 @@ from streamrl.agents.client import OVER
 from streamrl.agents.messages_calls import messages_error
 from streamrl.agents.session import CallError
 from streamrl.environments.in_venv import verifiers_rollouts
-from streamrl.environments.in_venv.verifiers_rollouts import _end_by_rule
+from streamrl.environments.in_venv.verifiers_rollouts import _end_by_rule, _place
 
 
 class ProviderError(Exception):
@@ -56,3 +57,11 @@ def test_a_rollout_that_the_endpoint_ends_by_rule_stops_and_any_other_fails(code
                 assert (played.stopped, played.failed) == ([verifiers_rollouts.OVER[code]], [])
             else:
                 assert (played.stopped, played.failed) == ([], [error])
+
+
+@pytest.mark.parametrize("item", [{}, {"index": "first"}, {"index": float("inf")}, {"index": []}])
+def test_an_item_that_names_no_task_is_told_so(item: dict[str, object]) -> None:
+    got = re.escape(repr(item.get("index")))
+    with pytest.raises(ValueError, match=f"no whole number `index`, the place .*, got {got}: give it one"):
+        _place(item)
+    assert _place({"index": 7}) == 7

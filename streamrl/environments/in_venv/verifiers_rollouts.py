@@ -112,7 +112,7 @@ class VerifiersEnvironment:
         os.environ[key] = request["api_key"]
         try:
             client = clients.EvalClientConfig(base_url=request["base_url"], api_key_var=key)
-            (slot,) = self._env.slots(self._tasks[int(request["item"]["index"]) % len(self._tasks)])
+            (slot,) = self._env.slots(self._tasks[_place(request["item"]) % len(self._tasks)])
             episode = await self._env.run_slot(slot, context(client=client, model="policy", sampling=sampling()))
         finally:
             del os.environ[key]
@@ -127,6 +127,22 @@ class VerifiersEnvironment:
         if "cut" in metrics:  # the taskset's own; as the player names it
             metrics["own_cut"] = metrics.pop("cut")
         return {"reward": float(traces[0].reward), "metrics": {**metrics, "cut": float(cut)}}
+
+
+def _place(item: dict[str, Any]) -> int:
+    """Return the place of an item's task in the taskset.
+
+    Raises:
+        ValueError: the item names none.
+    """
+    index = item.get("index")
+    try:
+        return int(index)  # type: ignore[arg-type]
+    except (TypeError, ValueError, OverflowError):
+        raise ValueError(
+            f"the item has no whole number `index`, the place of its task in the taskset, got {index!r:.80}: give it "
+            "one, or leave out `path` and `items`"
+        ) from None
 
 
 def _limit_of(kind: str, text: str) -> str | None:
