@@ -12,7 +12,7 @@ from streamrl.surrogates import SURROGATES
 
 
 def run_warnings(run: RunConfig) -> Iterable[str]:
-    """Say where samples of other weights count as the trainer's, and what is never reached or drafted."""
+    """Say where samples of other weights count as the trainer's, and what is never reached, published or drafted."""
     yield from _about_staleness(run)
     yield from _about_eight_bits(run)
     default = SpeculationConfig.model_fields["most_tokens"].default
@@ -20,6 +20,11 @@ def run_warnings(run: RunConfig) -> Iterable[str]:
         yield (
             f"speculation.most_tokens is {run.speculation.most_tokens}, and nothing is drafted with method: none: "
             "choose ngram or auto, or leave it out"
+        )
+    if run.schedule.sync_every > run.steps:
+        yield (
+            f"schedule.sync_every is {run.schedule.sync_every}, and the run has {run.steps} steps: all of them train "
+            "on samples of the initial weights"
         )
     if run.optimizer.warmup_steps > run.steps:
         yield _never_reached("optimizer", run.optimizer.warmup_steps, run.steps)

@@ -81,6 +81,13 @@ def test_a_learning_rate_that_is_never_reached_is_told() -> None:
     assert warning.startswith("algorithm.critic.lr is never reached: algorithm.critic.warmup_steps is 30")
 
 
+def test_weights_that_are_never_published_are_told() -> None:
+    for schedule in ({"name": "stream"}, {"name": "async", "max_staleness": 20}):
+        assert warnings(steps=20, schedule={**schedule, "sync_every": 20}) == []
+        (warning,) = warnings(steps=20, schedule={**schedule, "sync_every": 21})
+        assert warning.startswith("schedule.sync_every is 21, and the run has 20 steps: all of them train on")
+
+
 def test_a_number_of_drafted_tokens_without_a_drafter_is_told() -> None:
     (warning,) = warnings(speculation={"most_tokens": 4})
     assert warning.startswith("speculation.most_tokens is 4, and nothing is drafted with method: none")
