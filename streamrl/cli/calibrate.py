@@ -106,6 +106,8 @@ def command(
     from streamrl.generation.instance.calibration import measure
     from streamrl.generation.instance.engine import Engine
 
+    lines: list[str] = []
+
     async def work() -> dict[str, object]:
         try:
             engine = Engine(chosen, run, cluster.hardware == "cuda", "calibrate", its_site)
@@ -118,16 +120,17 @@ def command(
             engine.close()
         curve = trials.curve
         for batch, step in zip(curve.batches, curve.seconds, strict=True):
-            click.echo(f"batch {batch}: {1e3 * step:.1f} ms a step")
+            lines.append(f"batch {batch}: {1e3 * step:.1f} ms a step")
         rates = 1e6 * curve.per_context_token, 1e6 * curve.per_prefill_token
-        click.echo(f"context {rates[0]:.3f} us a token and step, prefill {rates[1]:.0f} us a token; {load}")
+        lines.append(f"context {rates[0]:.3f} us a token and step, prefill {rates[1]:.0f} us a token; {load}")
         if trials.fall:
+            click.echo("\n".join(lines))
             raise UserError(
                 f"these step times are not usable: {trials.fall}; {load}. Nothing was written: measure again while the "
                 "machine does nothing else"
             )
         if trials.doubts:
-            click.echo(f"doubtful: {trials.doubts}; measure again while the machine does nothing else, or longer")
+            lines.append(f"doubtful: {trials.doubts}; measure again while the machine does nothing else, or longer")
         return curve.to_json() | {
             "repeats": [
                 {"batch": batch, "prompt_tokens": prompt, "step_seconds": times}
@@ -144,11 +147,23 @@ def command(
             "measured": time.strftime("%Y-%m-%d"),
         }
 
-    values = asyncio.run(work())
+    _keep(out, asyncio.run(work()), lines)
+
+
+def _keep(out: Path, values: dict[str, object], lines: list[str]) -> None:
+    """Write what was measured, then print it: a reader that ends early (`| head`) ends the command.
+
+    Raises:
+        UserError: it cannot be written; it is printed all the same.
+    """
+    problem = None
     try:
         out.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
     except OSError as error:
-        raise UserError(f"--out {out}: {error}") from error
+        problem = UserError(f"--out {out}: nothing was kept of this: {error.strerror or error}")
+    click.echo("\n".join(lines))
+    if problem is not None:
+        raise problem
     click.echo(f"calibration written to {out}")
 
 

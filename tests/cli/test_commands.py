@@ -612,3 +612,21 @@ def test_a_terminal_without_utf8_shows_a_run_with_other_characters(tmp_path: Pat
 def test_what_a_server_of_a_tracker_says_moves_no_cursor(capsys: pytest.CaptureFixture[str]) -> None:
     track._say("mlflow", "takes nothing now (\x1b[2J)")
     assert capsys.readouterr().out == "tracker mlflow takes nothing now (?[2J)\n"
+
+
+def test_a_calibration_is_printed_once_it_is_written_and_what_cannot_be_is_not_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "curve.json"
+
+    def told(text: str) -> None:
+        assert json.loads(out.read_text()) == {"load": "none"}
+        print(text)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(calibrate.click, "echo", told)
+        calibrate._keep(out, {"load": "none"}, ["batch 1: 7 ms", "prefill"])
+    assert capsys.readouterr().out == f"batch 1: 7 ms\nprefill\ncalibration written to {out}\n"
+    with pytest.raises(UserError, match=r"curve\.json: nothing was kept of this: No such file"):
+        calibrate._keep(tmp_path / "gone" / "curve.json", {}, ["batch 1: 7 ms"])
+    assert capsys.readouterr().out == "batch 1: 7 ms\n"
