@@ -159,7 +159,7 @@ def _site(cluster: ClusterConfig, site: str | None) -> str:
 
 def _slurm(job: Job, groups: Sequence[NodeGroup], options: Mapping[str, Any]) -> str:
     from streamrl.launcher.job_nodes import HEAD
-    from streamrl.launcher.slurm import SlurmOptions, slurm_script
+    from streamrl.launcher.slurm import STOP_S, SlurmOptions, slurm_script, slurm_seconds
 
     types = [group.gpu for group in groups if group.name != HEAD]
     partitions = _by_type("--partition", [t if "=" in t else f"={t}" for t in options["partition"]], [*types, HEAD, ""])
@@ -177,6 +177,9 @@ def _slurm(job: Job, groups: Sequence[NodeGroup], options: Mapping[str, Any]) ->
             seconds = f" and {minutes[2]} seconds" if minutes[2] else ""
             read = f"Slurm reads {minutes[1]} minutes{seconds}; "
         raise UserError(f"--time {time}: {read}expected hours:minutes:seconds or days-hours, such as 24:00:00 or 3-0")
+    if (limit_s := slurm_seconds(time)) <= STOP_S:
+        read = "Slurm sets no time limit then" if not limit_s else "the run is asked to end as it begins"
+        raise UserError(f"--time {time}: {read}; expected more than {STOP_S} s, before whose end a run is asked to end")
     runs_dir = str(Path(job.runs_dir).resolve())
     if OF_SHELL.search(runs_dir):
         plain = "expected a path without spaces, quotes, $, backslashes and the like"

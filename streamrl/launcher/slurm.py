@@ -9,6 +9,9 @@ from dataclasses import dataclass, field, replace
 
 from streamrl.launcher.job_nodes import HEAD, Job, NodeGroup
 
+STOP_S = 120
+"""Seconds before the time limit at which Slurm asks the run to end."""
+
 
 @dataclass(frozen=True)
 class SlurmOptions:
@@ -95,6 +98,14 @@ exit "$code"
 """
 
 
+def slurm_seconds(time: str) -> int:
+    """Return the seconds of a time limit, `hours:minutes:seconds` or `days-hours[:minutes[:seconds]]`."""
+    days, _, rest = time.rpartition("-")
+    parts = [int(part) for part in rest.split(":")]
+    hours, minutes, seconds = [*parts, 0, 0][:3]
+    return 60 * (60 * (24 * int(days or 0) + hours) + minutes) + seconds
+
+
 def slurm_script(job: Job, groups: Sequence[NodeGroup], options: SlurmOptions) -> str:
     """Write a batch script; node groups, the head first, become components of a heterogeneous job.
 
@@ -149,6 +160,6 @@ def slurm_script(job: Job, groups: Sequence[NodeGroup], options: SlurmOptions) -
 #   STREAMRL_RESUME={job.runs_dir}/RUN sbatch SCRIPT
 #SBATCH --job-name={job.name}
 #SBATCH --output=%x-%j.log
-#SBATCH --signal=B:TERM@120
+#SBATCH --signal=B:TERM@{STOP_S}
 """
     return top + "\n#SBATCH hetjob\n".join(components) + "\n" + body
