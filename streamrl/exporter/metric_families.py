@@ -41,7 +41,10 @@ RUN: Mapping[str, MetricKind] = {
     "run_state": _gauge("1 for the run's state, 0 for the others", "state"),
     "run_steps": _gauge("optimizer steps completed"),
     "run_steps_target": _gauge("optimizer steps in total"),
-    "status_age_seconds": _gauge("time since the controller last wrote its status, twice a second if all is well"),
+    "status_age_seconds": _gauge(
+        "time since the controller last wrote its status, twice a second if all is well; below 0 if the clock of its "
+        "machine is ahead, or this one's was set back"
+    ),
     "step_age_seconds": _gauge(
         "time since the newest step ended, or, if later, since the controller began to run; none once all are done"
     ),

@@ -163,7 +163,7 @@ class RunCollector(Collector):
             found.add("run_state", state == status.state, state)
         found.add("run_steps", status.step)
         found.add("run_steps_target", status.steps)
-        found.add("status_age_seconds", max(0.0, now - status.updated_at))
+        found.add("status_age_seconds", now - status.updated_at)
         used: dict[str, float] = {}
         for wait in status.waits:
             share = max(0.0, now - wait.since) / wait.limit_s if wait.limit_s else 0.0
@@ -231,7 +231,7 @@ class RunCollector(Collector):
             if (site := read_site(self._folder)) is not None:
                 found.add("site_silent_seconds", site.trainer_silent_s, site.site)
                 found.add("site_samples_waiting", site.samples_waiting, site.site)
-                found.add("status_age_seconds", max(0.0, self._clock() - site.updated_at))
+                found.add("status_age_seconds", self._clock() - site.updated_at)
                 for name, one in site.instances.items():
                     found.add("process_requests_running", one.running, name, "instance")
                     found.add("process_tokens_per_second", one.tokens_per_s, name, "instance")

@@ -37,6 +37,7 @@ from streamrl.run_dir.figures import NOT_FIGURES
 from streamrl.run_dir.instance_files import StartedProcess, write_started
 from streamrl.run_dir.jsonl import RowWriter
 from streamrl.run_dir.metrics import MetricsRow
+from streamrl.run_dir.site_status import write_site
 from streamrl.run_dir.status import write_status
 from tests.security.endless_requests import ENDLESS, ENOUGH, taken
 from tests.trackers.tracked_run import back_to, evaluate
@@ -142,6 +143,17 @@ def test_a_scrape_has_the_state_every_process_and_the_newest_step(folder: Path) 
     assert {key: found.get(key) for key in expected} == expected
     assert not any(key[:2] == ("process_up", "here-regular-1") for key in found)  # it was asked to leave
     assert ("usd_total",) not in found  # the cluster file has no prices
+
+
+@pytest.mark.parametrize("ahead", [0.5, 3600.0])
+def test_a_status_from_the_future_is_not_shown_as_fresh(folder: Path, ahead: float) -> None:
+    collector = RunCollector(folder, 4, lambda: NOW)
+    write_site(folder, {"site": "west", "updated_at": NOW + ahead, "state": "generating", "trainer_silent_s": 1.0})
+    of_site = {key_of(sample): sample.value for family in collector.collect() for sample in family.samples}
+    (folder / layout.SITE_STATUS).unlink()
+    write_state(folder, updated_at=NOW + ahead)
+    of_run = {key_of(sample): sample.value for family in collector.collect() for sample in family.samples}
+    assert of_site["status_age_seconds",] == of_run["status_age_seconds",] == -ahead
 
 
 def test_every_process_has_its_site_whether_its_launcher_emulates_others_or_not(folder: Path) -> None:
