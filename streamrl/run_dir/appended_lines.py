@@ -7,6 +7,7 @@ one, or cut. Both are noticed, also after it has grown again, and the file is re
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -100,13 +101,19 @@ class AppendedRows(Generic[AnyRow]):
         self.generation = 0
         self.rows: list[AnyRow] = []
 
-    def look(self) -> list[AnyRow]:
-        """Read what is new and return all rows; unreadable lines are skipped."""
+    def look(self, enough: float = math.inf) -> list[AnyRow]:
+        """Read what is new and return all rows; unreadable lines are skipped.
+
+        Args:
+            enough: rows at which the rest of the file is left for the next look.
+        """
         for anew, lines in self._lines.read_all():
             if anew:
                 self.generation += 1
                 self.forget()
             self.rows += [self.hold(row) for line in lines if (row := parse_row(self._model, line)) is not None]
+            if len(self.rows) >= enough:
+                break
         return self.rows
 
     def forget(self) -> None:

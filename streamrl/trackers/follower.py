@@ -26,12 +26,18 @@ from streamrl.trackers.tracker import TrackedRun, Tracker
 Opener = Callable[[TrackerConfig, TrackedRun, SentRows], Tracker]
 
 
+MOST_OPEN = 4096
+"""Rows that are open at which no further ones are read: a file may have any size, and a tracker be away for long."""
+
+
 class NewRows(AppendedRows[AnyRow]):
     """The rows of a file that were not dealt with yet; others are not held. Those of one that began anew come again."""
 
     def open_rows(self) -> list[AnyRow]:
-        """Read what is new and return the rows that are open, the oldest first."""
-        return list(self.look())
+        """Read what is new and return the rows that are open, the oldest first; of many only the first ones."""
+        if len(self.rows) < MOST_OPEN:
+            self.look(MOST_OPEN)
+        return list(self.rows)
 
     def close_first(self) -> None:
         """Take the first open row as dealt with."""
@@ -56,7 +62,7 @@ class RunFollower:
 
     @property
     def waiting(self) -> int:
-        """Steps and evaluations that are not delivered yet."""
+        """Steps and evaluations that are not delivered yet; from `MOST_OPEN` on there may be more."""
         return len(self._steps.open_rows()) + len(self._evaluations.open_rows())
 
     def send(self) -> None:
@@ -66,14 +72,16 @@ class RunFollower:
             Exception: whatever the tracker raises; what was sent before is marked, the rest is sent next time.
         """
         self._opened()  # before the first step, so that a key that is missing is said as the run starts
-        for row in self._steps.open_rows():
-            self._send_step(row)
-            self._steps.close_first()
-        for evaluation in self._evaluations.open_rows():
-            if self._is_new("evaluation", evaluation.step, evaluation.time):
-                self._opened().log_evaluation(evaluation.step, evaluation.time, evaluation_figures(evaluation))
-                self._sent.mark("evaluation", evaluation.step, evaluation.time)
-            self._evaluations.close_first()
+        while rows := self._steps.open_rows():
+            for row in rows:
+                self._send_step(row)
+                self._steps.close_first()
+        while evaluations := self._evaluations.open_rows():
+            for evaluation in evaluations:
+                if self._is_new("evaluation", evaluation.step, evaluation.time):
+                    self._opened().log_evaluation(evaluation.step, evaluation.time, evaluation_figures(evaluation))
+                    self._sent.mark("evaluation", evaluation.step, evaluation.time)
+                self._evaluations.close_first()
 
     def close(self) -> None:
         """Let the tracker deliver what it holds."""

@@ -25,6 +25,9 @@ log = logging.getLogger(__name__)
 OWN = "tensorboard"
 """What the record calls a run with event files in its own folder, and earlier versions called every run with such."""
 
+LONGEST_LINE = 1 << 20
+"""Most bytes of a line that are held: the record's own have a hundred."""
+
 
 class RecordInUseError(UserError):
     """Another process sends to this tracker."""
@@ -79,12 +82,14 @@ class SentRows(SentRecord):
             self._append({"folder": self._now[0], "inode": self._now[1]})
 
     def _load(self) -> None:
-        self._file.seek(0)
-        content = self._file.read()
-        whole = content.rfind(b"\n") + 1  # a killed process may have left a cut last line
-        os.ftruncate(self._file.fileno(), whole)
-        for line in content[:whole].splitlines():
-            self.take(line)
+        whole = 0
+        with os.fdopen(os.dup(self._file.fileno()), "rb") as lines:
+            lines.seek(0)
+            while line := lines.readline(LONGEST_LINE):
+                if line.endswith(b"\n"):
+                    self.take(line)
+                    whole = lines.tell()
+        os.ftruncate(self._file.fileno(), whole)  # a killed process may have left a cut last line
 
     def _append(self, entry: dict[str, Any]) -> None:
         self.apply(entry)  # what was sent was sent, whether or not there is room to write it

@@ -28,7 +28,7 @@ from streamrl.config.trackers import TrackerConfig
 from streamrl.errors import UserError, as_typed
 from streamrl.runtime.log_lines import log_to_stderr
 from streamrl.trackers.backends.opener import open_tracker
-from streamrl.trackers.follower import Opener, RunFollower
+from streamrl.trackers.follower import MOST_OPEN, Opener, RunFollower
 from streamrl.trackers.sent_rows import RecordInUseError, SentRows
 from streamrl.trackers.tracker import TrackedRun
 
@@ -146,7 +146,9 @@ def follow(
             say(f"did not close ({_first_line(error)})")
             return False
         if not delivered:
-            say(f"has not taken {follower.waiting} rows; send them with: streamrl track {as_typed(run_dir, name)}")
+            count = follower.waiting
+            rows = f"{count} or more rows" if count >= MOST_OPEN else f"{count} rows"
+            say(f"has not taken {rows}; send them with: streamrl track {as_typed(run_dir, name)}")
         return delivered
 
 

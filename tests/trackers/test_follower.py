@@ -5,7 +5,7 @@ import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -13,8 +13,9 @@ import pytest
 
 from streamrl.config.trackers import TensorBoardTracker, TrackerConfig
 from streamrl.errors import UserError
-from streamrl.run_dir import layout
-from streamrl.trackers import tracker_process
+from streamrl.run_dir import appended_lines, layout
+from streamrl.trackers import follower as follower_module
+from streamrl.trackers import sent_rows, tracker_process
 from streamrl.trackers.follower import RunFollower
 from streamrl.trackers.rollout_table import rollout_table
 from streamrl.trackers.sent_rows import SentRows
@@ -350,3 +351,40 @@ def test_track_says_what_a_tracker_refuses_in_a_line_and_promises_no_later_try(t
         f"tracker wandb has not taken 2 rows; send them with: streamrl track {folder} wandb",
     ]
     assert (done.returncode, done.stderr) == (1, "error: wandb did not take everything\n")
+
+
+def test_of_many_rows_few_are_held_and_all_are_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(follower_module, "MOST_OPEN", 3)
+    monkeypatch.setattr(appended_lines, "READ_AT_ONCE", 1 << 12)
+    make_run(tmp_path)
+    train(tmp_path, range(1, 21))
+    for step in range(1, 21):
+        evaluate(tmp_path, step)
+    held = list[int]()
+    tracker = KeptTracker()
+    log_step = tracker.log_step
+
+    def log_and_count(step: int, time: float, figures: Mapping[str, float]) -> None:
+        held.append(len(following._steps.rows))
+        log_step(step, time, figures)
+
+    monkeypatch.setattr(tracker, "log_step", log_and_count)
+    with SentRows(tmp_path, "tensorboard") as sent:
+        following = follower(tmp_path, tracker, sent)
+        following.send()
+    assert tracker.numbers == [step for step, _ in tracker.evaluations] == list(range(1, 21))
+    assert max(held) < 10
+
+
+def test_a_line_of_a_record_that_is_too_long_for_one_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sent_rows, "LONGEST_LINE", 64)
+    path = tmp_path / "trackers" / "tensorboard.jsonl"
+    path.parent.mkdir()
+    own = '{"kind": "step", "step": 1, "time": 1.5}\n'
+    path.write_text(own + "0" * 1000 + "\n" + own.replace('p": 1', 'p": 2') + "0" * 1000)
+    size = path.stat().st_size
+    with SentRows(tmp_path, "tensorboard") as sent:
+        assert (sent.last_step, sent.time_of("step", 1)) == (2, 1.5)
+        assert path.stat().st_size == size - 1000, "a last line without an end was cut by a kill"
