@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -30,9 +31,12 @@ def site_keys(plan: PlacementPlan, prices: Sequence[str]) -> dict[str, dict[str,
     for one in plan.split.generation:
         used[one.offer] += one.gpus
     sites: dict[str, dict[str, Any]] = {offers[number].site: {} for number in used}
-    for number, gpus in used.items():
-        if gpus > offers[number].device.per_machine or (number == home and time.nodes > 1):
-            sites[offers[number].site]["launch"] = {"backend": "ray"}  # a launcher's own processes are on one machine
+    for site, keys in sites.items():
+        machines = math.fsum(
+            gpus / offers[number].device.per_machine for number, gpus in used.items() if offers[number].site == site
+        )
+        if machines > 1 + 1e-9 or (site == offers[home].site and time.nodes > 1):
+            keys["launch"] = {"backend": "ray"}  # a launcher's own processes are on one machine
     sites[offers[home].site]["trainer"] = {"ranks": time.gpus, **time.keys, **_device_keys(offers[home], prices[home])}
     for one in plan.split.generation:
         offer, degree = offers[one.offer], one.kind.tensor_parallel

@@ -6,7 +6,8 @@ import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import huggingface_hub
 import pytest
@@ -14,11 +15,14 @@ import yaml
 
 from ranker.data import read_rollouts
 from scheduler.capacity import placement_plan
+from scheduler.capacity.allocation import Offer
+from scheduler.capacity.placement_plan import PlacementPlan
 from scheduler.capacity.steady_step import steady_step
 from scheduler.cost.hardware import known_devices
 from streamrl.cli import main as cli
 from streamrl.config.load import load_cluster, load_run
 from streamrl.errors import UserError
+from streamrl.planning.plan_keys import site_keys
 from streamrl.planning.planning_inputs import Inputs, find_model, gather, offers_of
 from streamrl.runtime.training_work import work_of
 from tests.cli.calling import streamrl
@@ -121,6 +125,31 @@ def test_a_plan_is_printed_as_the_keys_of_a_cluster_file(
         names = "site", "gpu", "replicas", "tensor_parallel", "slots"
         wanted = [tuple(one[name] for name in names) for one in plan["generation"]]
         assert sorted(keys) == sorted(wanted)
+
+
+@pytest.mark.parametrize(
+    ("used", "launch"),
+    [
+        ({"H800": 8}, None),
+        ({"H800": 16}, {"backend": "ray"}),
+        ({"H800": 2, "H20": 6}, None),  # one machine may have both
+        ({"H800": 8, "H20": 1}, {"backend": "ray"}),
+    ],
+)
+def test_keys_of_a_site_with_more_gpus_than_a_machine_has_say_ray(
+    used: dict[str, int], launch: dict[str, str] | None
+) -> None:
+    devices = known_devices()
+    offers = [Offer("here", devices[gpu], 64, 1.0, None) for gpu in used]
+    pools = [
+        SimpleNamespace(offer=number, gpus=gpus, count=gpus, kind=SimpleNamespace(tensor_parallel=1, slots=8))
+        for number, gpus in enumerate(used.values())
+        if number
+    ]
+    time = SimpleNamespace(gpus=next(iter(used.values())), nodes=1, keys={})
+    split = SimpleNamespace(time=time, trainer=0, generation=pools)
+    plan = SimpleNamespace(problem=SimpleNamespace(offers=offers), split=split)
+    assert site_keys(cast(PlacementPlan, plan), ["", ""])["here"].get("launch") == launch
 
 
 def test_turns_on_more_than_one_machine_are_shown_to_compare_only(
