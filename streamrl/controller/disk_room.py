@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from streamrl.config.run import RunConfig
 from streamrl.errors import ErrorCode
 from streamrl.run_dir import layout
 from streamrl.run_dir.checkpoints import CheckpointFolder
@@ -65,14 +66,9 @@ def room_warning(sizes: Sequence[FolderSize], free: int, steps: int) -> str:
 class DiskRoom:
     """The room on the disk of a run's folder; `warning` is its newest state."""
 
-    def __init__(self, folder: Path, steps: int, keep: int) -> None:
-        """
-        Args:
-            folder: the run's folder.
-            steps: the run's last step.
-            keep: number of newest checkpoints that stay.
-        """
-        self.folder, self.steps, self.keep = folder, steps, keep
+    def __init__(self, folder: Path, run: RunConfig) -> None:
+        """Take the run's folder, and the run."""
+        self.folder, self.run = folder, run
         self._checkpoints = CheckpointFolder(folder / layout.CHECKPOINTS)
         self.warning = ""
         self._sizes: deque[FolderSize] = deque(maxlen=COUNT)
@@ -85,10 +81,17 @@ class DiskRoom:
         """
         if not self._sizes or step > self._sizes[-1].step:
             self._sizes.append(FolderSize(step, _bytes_on_disk(self.folder)))
-        free = max(0, shutil.disk_usage(self.folder).free - self._checkpoints.bytes_to_come(self.keep))
-        before, self.warning = self.warning, room_warning(self._sizes, free, self.steps)
+        to_come = self._checkpoints.bytes_to_come(self.run.checkpoint.keep, self._checkpoints_after(step))
+        free = max(0, shutil.disk_usage(self.folder).free - to_come)
+        before, self.warning = self.warning, room_warning(self._sizes, free, self.run.steps)
         if self.warning and not before:
             log.warning("%s", self.warning)
+
+    def _checkpoints_after(self, step: int) -> int:
+        """Return how many checkpoints will be written at most, the present step's and the last one's included."""
+        evaluation = self.run.evaluation
+        every = [self.run.checkpoint.every, *([evaluation.every] if evaluation else [])]
+        return 2 + sum((self.run.steps - step) // steps for steps in every)
 
     async def keep_looking(self, step: Callable[[], int]) -> None:
         """Measure periodically until cancelled.

@@ -73,7 +73,7 @@ class Telemetry:
         self.pool: GroupPool | None = None
         self.memory = FamilyMemory()
         """Memory of the run's processes on this machine, as last measured."""
-        self.disk = DiskRoom(context.run_dir, context.run.steps, context.run.checkpoint.keep)
+        self.disk = DiskRoom(context.run_dir, context.run)
         self.detail = "waiting for processes"
         self.metrics = RowWriter(context.run_dir / layout.METRICS, MetricsRow)
         self._latest: MetricsRow | None = None

@@ -140,15 +140,17 @@ class CheckpointFolder:
         """Return the bytes of checkpoints that were never completed, while none is being written."""
         return _file_bytes(self._abandoned())
 
-    def bytes_to_come(self, keep: int) -> int:
+    def bytes_to_come(self, keep: int, written: int) -> int:
         """Return the bytes that checkpoints will take beside those that are there, each as large as their largest.
 
         Args:
             keep: number of newest checkpoints that stay; one more is there while it is written.
+            written: most checkpoints that will be written.
         """
         steps = self._steps()
         largest = max((_file_bytes([self.path(step)]) for step in steps), default=0)
-        return max(0, (keep + 1 - min(len(steps), keep)) * largest - _file_bytes(self._abandoned()))
+        more = min(keep + 1 - min(len(steps), keep), written)
+        return max(0, more * largest - _file_bytes(self._abandoned()))
 
     def commit(self, step: int, keep: int, best: int | None = None, pending: Collection[int] = ()) -> Path:
         """Give a written checkpoint its final name, and delete those that are no longer needed.

@@ -8,9 +8,20 @@ from types import SimpleNamespace
 
 import pytest
 
+from streamrl.config.run import RunConfig
 from streamrl.controller import disk_room
 from streamrl.controller.disk_room import COUNT, GIB, DiskRoom, FolderSize, room_warning
 from streamrl.run_dir.checkpoints import CheckpointFolder
+
+
+def run_of(every: int = 10, keep: int = 2, evaluated: int | None = None) -> RunConfig:
+    """A run of 1,000 steps."""
+    evaluation = None if evaluated is None else {"every": evaluated}
+    checkpoint = {"every": every, "keep": keep}
+    return RunConfig.model_validate({"steps": 1000, "checkpoint": checkpoint, "evaluation": evaluation})
+
+
+RUN = run_of()
 
 
 def sizes(*growth: int, first: int = 10) -> list[FolderSize]:
@@ -45,7 +56,7 @@ def test_a_disk_that_fills_is_logged_once_and_checkpoints_do_not_count(
 ) -> None:
     free = [10 * 2**20]
     monkeypatch.setattr(disk_room.shutil, "disk_usage", lambda folder: SimpleNamespace(free=free[0]))
-    grows, steady = DiskRoom(tmp_path, 1000, 2), DiskRoom(tmp_path / "steady", 1000, 2)
+    grows, steady = DiskRoom(tmp_path, RUN), DiskRoom(tmp_path / "steady", RUN)
     for folder in ("agents/checkpoints", "steady/checkpoints"):
         (tmp_path / folder).mkdir(parents=True)
     for step in range(COUNT + 1):
@@ -65,7 +76,7 @@ def test_a_disk_that_fills_is_logged_once_and_checkpoints_do_not_count(
 
 def test_the_room_of_checkpoints_to_come_is_not_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disk_room.shutil, "disk_usage", lambda folder: SimpleNamespace(free=100 * 2**20))
-    room, checkpoints = DiskRoom(tmp_path, 1000, 2), CheckpointFolder(tmp_path / "checkpoints")
+    room, checkpoints = DiskRoom(tmp_path, RUN), CheckpointFolder(tmp_path / "checkpoints")
     for step in range(COUNT):
         (tmp_path / f"{step}").write_bytes(bytes(2**16))  # 62 MiB are to come
         room.look(step)
@@ -83,9 +94,32 @@ def test_the_room_of_checkpoints_to_come_is_not_free(tmp_path: Path, monkeypatch
     assert not warned(checkpoints.partial(4), 30)
     checkpoints.commit(4, 2)
     assert not warned(checkpoints.path(4), 30), "70 MiB beside the one more"
-    room.keep = 1  # two are there, as one of them is the best
+    room.run = run_of(keep=1)  # two are there, as one of them is the best
     assert warned(checkpoints.path(4), 99)
     assert "0.000977 GiB are free for that" in room.warning
+
+
+@pytest.mark.parametrize(
+    ("run", "warned"),
+    [
+        (run_of(every=400, keep=9), False),  # two more, and perhaps the one of this step: 45 MiB
+        (run_of(every=400, keep=9, evaluated=100), True),
+        (run_of(every=100, keep=9), True),
+        (run_of(every=100, keep=2), False),
+    ],
+)
+def test_checkpoints_that_the_run_is_too_short_for_take_no_room(
+    run: RunConfig, warned: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disk_room.shutil, "disk_usage", lambda folder: SimpleNamespace(free=120 * 2**20))
+    room, checkpoints = DiskRoom(tmp_path, run), CheckpointFolder(tmp_path / "checkpoints")
+    with (checkpoints.begin(400) / "weights").open("wb") as file:
+        file.truncate(15 * 2**20)
+    checkpoints.commit(400, 9)
+    for step in range(400, 400 + COUNT):
+        (tmp_path / f"{step}").write_bytes(bytes(2**16))  # 37 MiB are to come
+        room.look(step)
+    assert bool(room.warning) is warned
 
 
 def test_a_look_at_files_that_have_just_gone_or_at_a_disk_that_is_away_ends_no_later_look(
@@ -93,7 +127,7 @@ def test_a_look_at_files_that_have_just_gone_or_at_a_disk_that_is_away_ends_no_l
 ) -> None:
     monkeypatch.setattr(disk_room, "EVERY_S", 0.0)
     monkeypatch.setattr(disk_room.os, "walk", lambda folder: [(folder, [], ["gone"])])
-    room = DiskRoom(tmp_path, 1000, 2)
+    room = DiskRoom(tmp_path, RUN)
     room.look(1)
     answers = iter([FileNotFoundError, KeyError])
     monkeypatch.setattr(room, "look", lambda step: _fail(next(answers)))
