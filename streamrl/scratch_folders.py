@@ -60,6 +60,46 @@ class ScratchFolder:
         self.close()
 
 
+class JoinedFolder:
+    """A launcher's folder on another machine, under its name: the last process that needs it there removes it.
+
+    On the launcher's own machine, where it is locked by the launcher, it stays as it is.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Make it, unless it is there.
+
+        Raises:
+            OSError: it cannot be made.
+        """
+        self.path, self._held = path, -1
+        while self._held < 0:
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            held = -1
+            try:
+                held = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+                fcntl.flock(held, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                if os.path.samestat(os.fstat(held), path.stat()):
+                    self._held, held = held, -1
+            except FileNotFoundError:
+                continue  # the last one before has just removed it
+            except OSError:  # the launcher has it, or there are no locks
+                return
+            finally:
+                if held >= 0:
+                    os.close(held)
+
+    def close(self) -> None:
+        """Leave it, and remove it with all that is in it if no other process has it."""
+        if self._held < 0:
+            return
+        with contextlib.suppress(OSError):
+            fcntl.flock(self._held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(self.path, ignore_errors=True)
+        os.close(self._held)
+        self._held = -1
+
+
 def _hold(folder: str) -> int | None:
     """Open and lock a folder; None: before it was locked, another process took it for abandoned."""
     try:

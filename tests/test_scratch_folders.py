@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from streamrl import scratch_folders
-from streamrl.scratch_folders import ScratchFolder
+from streamrl.scratch_folders import JoinedFolder, ScratchFolder
 
 HOLDER = """
 import sys
@@ -215,3 +215,52 @@ def test_too_many_open_files_are_an_error_and_no_endless_loop(monkeypatch: pytes
     monkeypatch.setattr(os, "open", none_left)
     with pytest.raises(OSError, match="too many open files"):
         ScratchFolder()
+
+
+def test_a_folder_of_another_machine_is_removed_with_the_last_that_has_joined_it(tmp_path: Path) -> None:
+    path = tmp_path / "of the launcher" / "sockets"
+    first, second = JoinedFolder(path), JoinedFolder(path)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o700
+    (path / "socket").touch()
+    first.close()
+    first.close()
+    assert (path / "socket").exists()
+    third = JoinedFolder(path)
+    second.close()
+    assert (path / "socket").exists()
+    third.close()
+    assert not path.exists()
+    JoinedFolder(path).close()
+    assert not path.exists()
+
+
+def test_a_folder_that_its_launcher_has_is_not_removed_by_those_that_join_it() -> None:
+    with ScratchFolder() as folder:
+        joined = JoinedFolder(folder)
+        joined.close()
+        assert folder.is_dir()
+
+
+def test_a_folder_that_goes_as_one_joins_it_is_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, flock = tmp_path / "sockets", fcntl.flock
+
+    def late(opened: int, how: int) -> None:
+        monkeypatch.setattr(fcntl, "flock", flock)
+        before.close()
+        flock(opened, how)
+
+    before = JoinedFolder(path)
+    monkeypatch.setattr(fcntl, "flock", late)
+    after = JoinedFolder(path)
+    (path / "socket").touch()
+    after.close()
+    assert not path.exists()
+
+
+def test_without_locks_a_joined_folder_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(opened: int, how: int) -> None:
+        raise OSError(errno.ENOLCK, "no locks")
+
+    monkeypatch.setattr(fcntl, "flock", none)
+    JoinedFolder(tmp_path / "sockets").close()
+    assert (tmp_path / "sockets").is_dir()

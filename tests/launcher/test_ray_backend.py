@@ -126,4 +126,7 @@ def test_a_node_replaces_the_launchers_python_and_nothing_that_is_called_like_it
     asyncio.run(node.start(command, env, str(tmp_path / "log"), "runs/python-tutor", "token", {}, str(tmp_path)))
     ours = [sys.executable if word == theirs else word for word in command[:5]]
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700  # else vLLM could not make its sockets here
+    (folder / "socket").touch()
+    asyncio.run(node.kill())
+    assert not folder.exists()
     assert started == [[*ours, *command[5:]]] and ours.count(sys.executable) == 2
