@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from streamrl.errors import RunFailed, UserError
+from streamrl.errors import RunFailed, UserError, as_typed
 
 if TYPE_CHECKING:
     from streamrl.protocol.operator import PoolScaled
@@ -61,7 +61,7 @@ def _follow(directory: Path, answer: PoolScaled) -> None:
     """Report progress until the pool has its new size and every new instance has produced a sample.
 
     Raises:
-        RunFailed: the launcher is gone: nothing will change any more.
+        RunFailed: the launcher is gone, or what the pool lacks has died for good: nothing will change any more.
     """
     import time
 
@@ -71,7 +71,8 @@ def _follow(directory: Path, answer: PoolScaled) -> None:
 
     told: set[str] = set()
     started, asked = time.time(), time.monotonic()  # instances are dated by the clock, which may be set meanwhile
-    pool, first = answer.pool, read_status(directory).updated_at
+    pool, status = answer.pool, read_status(directory)
+    first, replaced = status.updated_at, set(status.scaling.dead.get(pool, []))  # the dead that this command replaces
     try:
         while True:
             status = read_status(directory)
@@ -84,11 +85,19 @@ def _follow(directory: Path, answer: PoolScaled) -> None:
             if wanted != answer.after and status.updated_at != first and time.monotonic() - asked > ANSWER_S:
                 click.echo(f"  another command or the run itself has changed the target since: it is {wanted} now")
                 return
-            working = all(one.first_sample_at for one in status.scaling.coming if one.requested_at >= started - 1)
-            settled = status.scaling.ready.get(pool) == status.scaling.there.get(pool) == answer.after
-            if settled and working:
+            dead = status.scaling.dead.get(pool, [])
+            replaced &= set(dead)
+            new = [one for one in status.scaling.coming if one.requested_at >= started - 1 and one.instance not in dead]
+            ready, living = status.scaling.ready.get(pool), status.scaling.there.get(pool, 0) - len(dead)
+            if ready == living == answer.after and all(one.first_sample_at for one in new):
                 click.echo(f"pool {pool} has {wanted} instances")
                 return
+            if dead and not replaced and ready == living < answer.after == wanted:
+                raise RunFailed(
+                    f"pool {pool} has {ready} of {wanted} instances: {', '.join(dead)} died and got no further restart "
+                    f"(recovery.restarts); streamrl status {as_typed(directory)} says why, and the same command again "
+                    "replaces what has died"
+                )
             if status.final:
                 click.echo(f"  the run is {status.state}")
                 return

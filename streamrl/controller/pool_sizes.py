@@ -324,6 +324,7 @@ class Scaling:
             "wanted": self._wanted,
             "ready": self._ready(),
             "there": {key: len(some) for key, some in self._instances.items()},
+            "dead": {key: sorted(self._dead & some.keys()) for key, some in self._instances.items()},
             "coming": [asdict(one) for one in list(self.coming)[-8:]],
             "note": self.elasticity.note if self.elasticity is not None else "",
         }

@@ -182,6 +182,9 @@ class ScalingStatus(StatusModel):
     there: dict[str, int] = Field(
         default_factory=dict, description="instances including those that are starting or leaving"
     )
+    dead: dict[str, list[str]] = Field(
+        default_factory=dict, description="names of those that have died and are not restarted any more"
+    )
     coming: list[ComingInstance] = Field(default_factory=list, description="instances added most recently")
     note: str = Field("", description="last decision, or current observation, of the run's elasticity")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -30,8 +31,11 @@ def _controller(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(operator_link, "ask_controller", answers)
 
 
-def show(folder: Path, wanted: int, ready: int, updated_at: float) -> None:
-    scaling = {"wanted": {POOL: wanted}, "ready": {POOL: ready}, "there": {POOL: ready}, "coming": []}
+def show(folder: Path, wanted: int, ready: int, updated_at: float, starting: int = 0, *dead: str) -> None:
+    """`dead`: names of what has died for good and is still there; it was added since, and did nothing."""
+    there = {"there": {POOL: ready + starting + len(dead)}, "dead": {POOL: dead}}
+    coming = [{"instance": name, "requested_at": NOW + 3600} for name in dead]
+    scaling = {"wanted": {POOL: wanted}, "ready": {POOL: ready}, **there, "coming": coming}
     write_status(folder, make_status(3, 20, updated_at, scaling=scaling))
 
 
@@ -96,3 +100,30 @@ def test_a_status_from_before_the_answer_says_nothing_of_the_target(
     with supervisor._locked(tmp_path):
         assert scale(monkeypatch, tmp_path, later, lambda: show(tmp_path, 3, 1, NOW + 60)) == 0
     assert capsys.readouterr().out.endswith("changed the target since: it is 3 now\n")
+
+
+def test_waiting_ends_once_all_that_the_pool_lacks_has_died_for_good(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    def dies(ready: int, starting: int) -> Callable[[], None]:
+        return lambda: show(tmp_path, 2, ready, NOW, starting, "here-regular-1")
+
+    show(tmp_path, 2, 0, NOW, 2)
+    with supervisor._locked(tmp_path):
+        assert scale(monkeypatch, tmp_path, dies(0, 1), dies(1, 0)) == 1
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: pool {POOL} has 1 of 2 instances: here-regular-1 died and got no further restart")
+    assert f"streamrl status {tmp_path} says why" in error
+    show(tmp_path, 2, 0, NOW, 2)
+    with supervisor._locked(tmp_path):  # others took its place
+        assert scale(monkeypatch, tmp_path, dies(1, 1), dies(2, 0)) == 0
+    assert capsys.readouterr().out.endswith(f"pool {POOL} has 2 instances\n")
+
+
+def test_what_has_died_for_good_before_is_waited_for_as_it_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    show(tmp_path, 2, 1, NOW, 0, "here-regular-1")
+    with supervisor._locked(tmp_path):
+        assert scale(monkeypatch, tmp_path, *[partial(show, tmp_path, 2, n, NOW, 2 - n) for n in (1, 2)]) == 0
+    assert capsys.readouterr().out.endswith(f"pool {POOL} has 2 instances\n")

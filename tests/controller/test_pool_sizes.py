@@ -299,6 +299,14 @@ def with_one_dead_for_good(folder: Path, name: str) -> tuple[Scaling, Sites]:
     return scaling, sites
 
 
+def test_the_status_names_what_is_dead_for_good(tmp_path: Path) -> None:
+    scaling, _, _ = make(tmp_path)
+    told(scaling, **START)
+    assert not any(scaling.status()["dead"].values())
+    told(scaling, **(START | {"home_regular_0": "gone", "home_regular_1": "dead"}))
+    assert scaling.status()["dead"]["home/regular"] == ["home-regular-0"]
+
+
 def test_only_the_operator_has_dead_instances_replaced(tmp_path: Path) -> None:
     scaling, sites = with_one_dead_for_good(tmp_path, "home_regular_1")
     assert len(sites.replacing) >= 2 and not any(sites.replacing)
