@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,6 +14,9 @@ from streamrl.rollouts.row_parts import RowPart, group_rows
 from streamrl.rollouts.types import BoolArray, ByteArray, FloatArray, Group, IntArray
 from streamrl.transport.wire import Arrays
 
+BY_SEQUENCE = "advantages", "has_reference", "has_estimates", "has_mask", "trajectory_tokens"
+"""Fields of a micro-batch's message that have a value for each sequence."""
+
 
 @dataclass(frozen=True)
 class TrainSequence:
@@ -21,7 +25,7 @@ class TrainSequence:
     completion_tokens: IntArray
     """Shape [C]."""
     logprobs: FloatArray
-    """Behaviour log-probabilities from the generator, shape [C]."""
+    """Log-probabilities under the generator, shape [C]."""
     advantage: float
     """Advantage of every token of the completion.
 
@@ -309,63 +313,69 @@ def from_wire(body: dict[str, Any], arrays: Arrays) -> list[TrainGroup]:
         ValueError, KeyError, TypeError: it is not a micro-batch.
     """
     _check(body, arrays)
+    columns = _Columns(arrays)
+    by_sequence = zip(*(body[key] for key in BY_SEQUENCE), strict=True)
     groups = []
-    advantages, has_reference, has_estimates, has_mask = (
-        iter(body[key]) for key in ("advantages", "has_reference", "has_estimates", "has_mask")
-    )
-    trajectory_tokens = iter(body["trajectory_tokens"])
-    prompt_at = token_at = mask_at = reference_at = estimates_at = experts_at = 0
-    rows_of = arrays["experts"]
     for (group_id, prompt_length, lengths), trajectory, recorded in zip(
         body["groups"], body["trajectories"], body["has_experts"], strict=True
     ):
-        sequences = []
-        of_prompt = None
-        if recorded:
-            of_prompt = rows_of[experts_at : experts_at + prompt_length]
-            experts_at += prompt_length
-        for length in lengths:
-            rows = slice(token_at, token_at + length)
-            token_at += length
-            mask = reference = estimates = None
-            loss_tokens = length
-            if next(has_mask):
-                mask = arrays["masks"][mask_at : mask_at + length].astype(bool)
-                mask_at, loss_tokens = mask_at + length, int(mask.sum())
-            if next(has_reference):
-                reference = arrays["reference_logprobs"][reference_at : reference_at + loss_tokens]
-                reference_at += loss_tokens
-            if next(has_estimates):
-                estimates = arrays["estimates"][estimates_at : estimates_at + loss_tokens]
-                estimates_at += loss_tokens
-            experts = None
-            if recorded:
-                experts = rows_of[experts_at : experts_at + max(0, length - 1)]
-                experts_at += max(0, length - 1)
-            tokens, logprobs = arrays["completions"][rows], arrays["logprobs"][rows]
-            of_all = next(trajectory_tokens)
-            sequences.append(
-                TrainSequence(
-                    tokens,
-                    logprobs,
-                    next(advantages),
-                    reference,
-                    estimates,
-                    mask=mask,
-                    trajectory_tokens=of_all,
-                    experts=experts,
-                )
-            )
-        prompt = arrays["prompts"][prompt_at : prompt_at + prompt_length]
-        groups.append(TrainGroup(group_id, prompt, sequences, trajectory, of_prompt))
-        prompt_at += prompt_length
-    if arrays["reference_logprobs"].shape != (reference_at,):
+        prompt = columns.take("prompts", prompt_length)
+        prompt_experts = columns.take("experts", prompt_length) if recorded else None
+        sequences = [_sequence(columns, length, recorded, *next(by_sequence)) for length in lengths]
+        groups.append(TrainGroup(group_id, prompt, sequences, trajectory, prompt_experts))
+    if arrays["reference_logprobs"].shape != (columns.taken["reference_logprobs"],):
         raise ValueError("reference log-probabilities in a micro-batch are not those of its tokens with a loss")
-    if arrays["estimates"].shape != (estimates_at, 3):
+    if arrays["estimates"].shape != (columns.taken["estimates"], 3):
         raise ValueError("estimates in a micro-batch are not those of its tokens with a loss")
-    if len(rows_of) != experts_at:
+    if len(arrays["experts"]) != columns.taken["experts"]:
         raise ValueError("experts in a micro-batch are not those of its tokens")
     return groups
+
+
+class _Columns:
+    """The arrays of a micro-batch, each read from its beginning."""
+
+    def __init__(self, arrays: Arrays) -> None:
+        self._arrays = arrays
+        self.taken = Counter[str]()
+        """Number of rows read, by array."""
+
+    def take(self, name: str, rows: int) -> Any:
+        """Return the next rows of an array."""
+        start = self.taken[name]
+        self.taken[name] += rows
+        return self._arrays[name][start : start + rows]
+
+
+def _sequence(
+    columns: _Columns,
+    length: int,
+    recorded: bool,
+    advantage: float,
+    has_reference: bool,
+    has_estimates: bool,
+    has_mask: bool,
+    trajectory_tokens: int | None,
+) -> TrainSequence:
+    """Return the next sequence; the last five arguments are its values of `BY_SEQUENCE`.
+
+    Args:
+        columns: the arrays that it is read from.
+        length: number of its tokens.
+        recorded: whether its experts are there.
+    """
+    mask = columns.take("masks", length).astype(bool) if has_mask else None
+    loss_tokens = length if mask is None else int(mask.sum())
+    return TrainSequence(
+        columns.take("completions", length),
+        columns.take("logprobs", length),
+        advantage,
+        columns.take("reference_logprobs", loss_tokens) if has_reference else None,
+        columns.take("estimates", loss_tokens) if has_estimates else None,
+        mask=mask,
+        trajectory_tokens=trajectory_tokens,
+        experts=columns.take("experts", max(0, length - 1)) if recorded else None,
+    )
 
 
 def has_experts(group: TrainGroup) -> bool:
@@ -389,8 +399,7 @@ def _check(body: dict[str, Any], arrays: Arrays) -> None:
     prompts, lengths = [n for _, n, _ in body["groups"]], [n for _, _, lengths in body["groups"] for n in lengths]
     masked = [n for n, has_mask in zip(lengths, body["has_mask"], strict=True) if has_mask]
     totals = {"prompts": prompts, "completions": lengths, "logprobs": lengths, "masks": masked}
-    by_sequence = "advantages", "has_reference", "has_estimates", "trajectory_tokens"
-    counts = {len(lengths), *(len(body[key]) for key in by_sequence)}
+    counts = {len(lengths), *(len(body[key]) for key in BY_SEQUENCE)}
     if len(counts) != 1 or any(n < 0 for n in (*prompts, *lengths)):
         raise ValueError("a micro-batch has one advantage for each of its sequences")
     if arrays["experts"].dtype != np.uint8 or arrays["experts"].ndim != 2:
