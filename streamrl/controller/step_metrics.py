@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ from streamrl.rollouts.advantage import effective_sample_size
 from streamrl.rollouts.canary import gap_warning
 from streamrl.rollouts.length_audit import StepAudit
 from streamrl.rollouts.trajectory import MOST_METRICS, EpisodeStep
-from streamrl.rollouts.types import Group, IntArray, Sample
+from streamrl.rollouts.types import Group, IntArray, Sample, Scored
 from streamrl.run_dir.metrics import MetricsRow
 
 LEAST_VARIANCE = 1e-10
@@ -56,86 +56,86 @@ def step_metrics(
         peak_tflops: dense bf16 peak of all ranks together, TFLOP/s; None: unknown.
         gap_bound: largest trainer-generator mismatch expected, nats; None: not known yet.
     """
-    usd = None if costs is None else sum(sum(of_site.values()) for of_site in costs.values())
     groups = batch.groups_trained
     generated = [m.sample for g in groups for m in g.members()]
-    samples = [m.sample for g in groups for m in g.survivors()]
-    lengths = np.array([s.output_length for s in generated])
+    survivors = [m.sample for g in groups for m in g.survivors()]
+    judged = [m for g in (*groups, *batch.groups_never_trained) for m in g.members()]
     rewards = np.array([reward for g in groups for reward in g.rewards()])
-    everything = [m for g in (*groups, *batch.groups_never_trained) for m in g.members()]
-    void = Counter(m.void.cause for m in everything if m.void)
-    stats: dict[str, float] = defaultdict(float)
-    for micro in (*batch.earlier_stats, *batch.stats):
-        for key, value in micro.items():
-            stats[key] = max(stats[key], value) if key.endswith("_max") else stats[key] + value
-    tflops = stats["flops"] / times.learn_s / 1e12 if stats["flops"] and times.learn_s else None
-    sampled = np.concatenate([s.sampled_versions for s in samples])  # none: episodes that ended before a call
-    staleness = (batch.step - 1) - sampled if sampled.size else None
-    oldest = None if staleness is None else float(staleness.max())
-
-    def by_task(values: Callable[[Group], list[float]]) -> dict[str, float | None]:
-        of_task: dict[str, list[float]] = {}
-        for group in groups:
-            of_task.setdefault(group.task, []).extend(values(group))
-        return {task: float(np.mean(of_task[task])) for task in sorted(of_task)}
-
-    tokens = sum(m.sample.output_length for m in everything)
+    stats = _totals(batch)
+    staleness_mean, staleness_max = _staleness(batch.step, survivors)
     environments = environment_time(_episodes(groups))
     return MetricsRow(
         step=batch.step,
         time=times.ended,
-        **_of_times(times, len(samples), tokens),
+        **_of_times(times, len(survivors), sum(m.sample.output_length for m in judged)),
         reward_mean=float(rewards.mean()),
         reward_std=float(rewards.std()),
+        reward_by_task=_by_task(groups, Group.rewards),
         **_of_objective(stats, batch.earlier_normalizer + batch.normalizer, batch.run),
         grad_norm=result.grad_norm,
-        **_of_lengths(lengths),
-        staleness_mean=None if staleness is None else float(staleness.mean()),
-        staleness_max=oldest,
+        learning_rate=result.learning_rate,
+        **_of_speed(stats, times, peak_tflops),
+        **_of_lengths(np.array([s.output_length for s in generated])),
+        output_length_by_task=_by_task(groups, lambda group: [float(m.sample.output_length) for m in group.members()]),
+        truncated_fraction=float(np.mean([s.finish_reason == "length" for s in generated])),
+        length_audit=audit,
+        length_bias_warning=audit.warning,
+        **_drafts(generated, batch.run),
+        staleness_mean=staleness_mean,
+        staleness_max=staleness_max,
+        mismatch_warning=gap_warning(_first_gap(batch), staleness_max, gap_bound),
         weight_version=batch.step,
+        weight_publications=len(times.syncs),
         weight_bytes_sent=traffic.nbytes,
         weight_transfer_s=traffic.seconds,
-        usd=usd,
-        usd_by_process=costs or {},
-        usd_per_1k_samples=None if usd is None else 1000 * usd / len(samples),
+        **_of_costs(costs, len(survivors)),
         groups_total=len(groups),
         groups_no_gradient=batch.no_gradient,
-        samples_total=len(samples),
-        samples_judged=len(everything),
-        samples_void=void.total(),
-        void_rate=void.total() / len(everything),
-        void_rate_by_cause={cause.value: count / len(everything) for cause, count in sorted(void.items())},
+        groups_dropped=len(batch.groups_never_trained),
+        groups_not_finite=len(batch.not_finite),
         groups_void=sum(map(batch.too_few_survivors, batch.dropped)),
+        samples_total=len(survivors),
+        **_of_void(judged),
+        samples_parked=deferred,
         prompts_too_long=prompts_too_long,
-        truncated_fraction=float(np.mean([s.finish_reason == "length" for s in generated])),
-        **_drafts(generated, batch.run),
-        learning_rate=result.learning_rate,
-        train_tokens_per_s=stats["row_tokens"] / times.learn_s if times.learn_s else None,
-        train_tflops=tflops,
-        mfu=tflops / peak_tflops if tflops and peak_tflops else None,
-        reward_by_task=by_task(Group.rewards),
-        output_length_by_task=by_task(lambda group: [float(m.sample.output_length) for m in group.members()]),
         agent_metrics_by_task=_agent_metrics(groups),
         environment_s=environments.stepped_s if environments else None,
         environment_hidden_fraction=environments.hidden_fraction if environments else None,
         process_memory_gb=memory_gb,
-        ranker_recall_at_20=predictions.measured.recall_at_20 if predictions.measured else None,
-        ranker_kendall_tau=predictions.measured.kendall_tau if predictions.measured else None,
-        ranker_refit_s=predictions.refit_s,
         step_skipped=result.skipped,
-        optimizer_updates=batch.update + (not result.skipped),
-        groups_dropped=len(batch.groups_never_trained),
-        groups_not_finite=len(batch.not_finite),
         step_refused=batch.refusal,
-        samples_parked=deferred,
-        weight_publications=len(times.syncs),
-        length_audit=audit,
-        length_bias_warning=audit.warning,
-        mismatch_warning=gap_warning(_first_gap(batch), oldest, gap_bound),
-        dispatch_by_prediction=predictions.dispatched_by,
-        dispatch_saved=predictions.saving.saved if predictions.saving else None,
-        dispatch_captured=predictions.saving.captured if predictions.saving else None,
+        optimizer_updates=batch.update + (not result.skipped),
+        **_of_predictions(predictions),
     )
+
+
+def _totals(batch: StepBatch) -> defaultdict[str, float]:
+    """Return the statistics of all updates, micro-batches and ranks together: sums, or maxima (`_max`)."""
+    totals: defaultdict[str, float] = defaultdict(float)
+    for micro in (*batch.earlier_stats, *batch.stats):
+        for key, value in micro.items():
+            totals[key] = max(totals[key], value) if key.endswith("_max") else totals[key] + value
+    return totals
+
+
+def _staleness(step: int, samples: Iterable[Sample]) -> tuple[float | None, float | None]:
+    """Return by how many versions the sampled tokens are older than the weights of the step: mean and maximum.
+
+    None: no token was sampled, as in episodes that ended before they called the model.
+    """
+    versions = np.concatenate([sample.sampled_versions for sample in samples])
+    if not versions.size:
+        return None, None
+    staleness = (step - 1) - versions
+    return float(staleness.mean()), float(staleness.max())
+
+
+def _by_task(groups: Iterable[Group], values: Callable[[Group], list[float]]) -> dict[str, float | None]:
+    """Return the mean of the groups' values for each task."""
+    of_task: dict[str, list[float]] = {}
+    for group in groups:
+        of_task.setdefault(group.task, []).extend(values(group))
+    return {task: float(np.mean(of_task[task])) for task in sorted(of_task)}
 
 
 def _of_times(times: Interval, samples: int, tokens: int) -> dict[str, Any]:
@@ -152,6 +152,48 @@ def _of_times(times: Interval, samples: int, tokens: int) -> dict[str, Any]:
         "samples_per_s": samples / times.seconds,
         "tokens_per_s": tokens / times.seconds,
         "weight_sync_exposed_s": times.exposed_sync_s,
+    }
+
+
+def _of_speed(stats: Mapping[str, float], times: Interval, peak_tflops: float | None) -> dict[str, Any]:
+    """Return how fast the trainer computed; None where the time, the operations or the peak is not known."""
+    tflops = stats["flops"] / times.learn_s / 1e12 if stats["flops"] and times.learn_s else None
+    return {
+        "train_tokens_per_s": stats["row_tokens"] / times.learn_s if times.learn_s else None,
+        "train_tflops": tflops,
+        "mfu": tflops / peak_tflops if tflops and peak_tflops else None,
+    }
+
+
+def _of_costs(costs: Costs | None, samples: int) -> dict[str, Any]:
+    """Return what the step cost; no figure without prices."""
+    if costs is None:
+        return {"usd": None, "usd_by_process": {}, "usd_per_1k_samples": None}
+    usd = sum(sum(of_site.values()) for of_site in costs.values())
+    return {"usd": usd, "usd_by_process": costs, "usd_per_1k_samples": 1000 * usd / samples}
+
+
+def _of_void(judged: Collection[Scored]) -> dict[str, Any]:
+    """Return how many of the judged samples are void, and why."""
+    causes = Counter(one.void.cause for one in judged if one.void)
+    return {
+        "samples_judged": len(judged),
+        "samples_void": causes.total(),
+        "void_rate": causes.total() / len(judged),
+        "void_rate_by_cause": {cause.value: count / len(judged) for cause, count in sorted(causes.items())},
+    }
+
+
+def _of_predictions(predictions: StepLengths) -> dict[str, Any]:
+    """Return how good the predicted lengths were, and what dispatch gained by them."""
+    measured, saving = predictions.measured, predictions.saving
+    return {
+        "ranker_recall_at_20": measured.recall_at_20 if measured else None,
+        "ranker_kendall_tau": measured.kendall_tau if measured else None,
+        "ranker_refit_s": predictions.refit_s,
+        "dispatch_by_prediction": predictions.dispatched_by,
+        "dispatch_saved": saving.saved if saving else None,
+        "dispatch_captured": saving.captured if saving else None,
     }
 
 
