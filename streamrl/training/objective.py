@@ -97,8 +97,8 @@ def policy_objective(
 ) -> Objective:
     """Return the sum over tokens of a_t (w_t L_t + kl.coef KL_t - entropy_coef H_t).
 
-    L is the surrogate's loss, a the aggregation's weight (`token_weights`), KL is there only with placement `loss`, and
-    w is a constant:
+    L is the surrogate's loss and a the aggregation's weight (`token_weights`). The KL term is there only with placement
+    `loss`. w is a constant:
 
         ratio_to proximal    L's ratio is policy / proximal; w = proximal / generator, corrected
                              (decoupled PPO, arXiv 2110.00641 and 2505.24298)
@@ -127,9 +127,9 @@ def policy_objective(
     options, surrogate = algorithm.off_policy, SURROGATES[algorithm.surrogate]
     current = logprobs.detach()
     if options.ratio_to == "proximal":
-        anchor = target = current if proximal_logprobs is None else proximal_logprobs
+        old = target = current if proximal_logprobs is None else proximal_logprobs
     else:
-        anchor, target = generator_logprobs, current
+        old, target = generator_logprobs, current
     corrected = correct(
         importance_weights(target - generator_logprobs, sequence_ids, options.level),
         options.correction,
@@ -138,7 +138,7 @@ def policy_objective(
     )
     in_ratio = options.ratio_to == "generator" and surrogate.has_ratio
     weights = (~corrected.masked).to(logprobs.dtype) if in_ratio else corrected.weights
-    token_loss = surrogate.loss(LossInputs(logprobs, logprobs - anchor, advantages, sequence_ids), algorithm)
+    token_loss = surrogate.loss(LossInputs(logprobs, logprobs - old, advantages, sequence_ids), algorithm)
     losses = token_loss.loss * weights  # both are finite: log-ratios are bounded
     kl_sum = logprobs.new_zeros(())
     if algorithm.needs_reference:
@@ -154,28 +154,44 @@ def policy_objective(
         losses = losses - algorithm.entropy_coef * entropies
     lengths = sequence_lengths(sequence_ids)[sequence_ids] if sequence_tokens is None else sequence_tokens
     loss_sum = (losses * token_weights(lengths, algorithm.aggregation, logprobs.dtype)).sum()
-    with torch.no_grad():
-        gap, log_ratios = current - generator_logprobs, current - anchor
-        if surrogate.by_sequence:
-            log_ratios = sequence_means(log_ratios, sequence_ids)[sequence_ids]
-        ratios = torch.exp(bounded(gap)).double()
-        sequence_ratios = torch.exp(bounded(sequence_sums(gap, sequence_ids))).double()
-        sequence_ratios *= sequence_lengths(sequence_ids) > 0  # a number that no token has would count as a ratio of 1
-        sums = {
-            "loss_sum": loss_sum.detach(),
-            "clipped": token_loss.clipped.sum(),
-            "kl_sum": kl_sum,
-            "gap_sum": gap.abs().sum(),
-            "ratio_sum": torch.exp(bounded(log_ratios)).double().sum(),
-            "ratio_max": ratios.max() if len(ratios) else ratios.new_zeros(()),
-            "weight_sum": ratios.sum(),
-            "weight_sq_sum": ratios.square().sum(),
-            "seq_weight_sum": sequence_ratios.sum(),
-            "seq_weight_sq_sum": sequence_ratios.square().sum(),
-            "masked": corrected.masked.sum(),
-            "truncated": corrected.truncated.sum(),
-        }
-    return Objective(loss_sum, sums)
+    sums = {
+        "loss_sum": loss_sum.detach(),
+        "clipped": token_loss.clipped.sum(),
+        "kl_sum": kl_sum,
+        "ratio_sum": _ratio_sum(current - old, sequence_ids, surrogate.by_sequence),
+        "masked": corrected.masked.sum(),
+        "truncated": corrected.truncated.sum(),
+    }
+    return Objective(loss_sum, sums | _mismatch_sums(current - generator_logprobs, sequence_ids))
+
+
+@torch.no_grad()
+def _ratio_sum(log_ratios: torch.Tensor, sequence_ids: torch.Tensor, by_sequence: bool) -> torch.Tensor:
+    """Return the sum of the surrogate's ratios, each of a token, or with `by_sequence` of its sequence."""
+    if by_sequence:
+        log_ratios = sequence_means(log_ratios, sequence_ids)[sequence_ids]
+    return torch.exp(bounded(log_ratios)).double().sum()
+
+
+@torch.no_grad()
+def _mismatch_sums(gap: torch.Tensor, sequence_ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return the statistics of how far trainer and generator differ, whatever the correction.
+
+    Args:
+        gap: [N], the trainer's log-probability minus the generator's.
+        sequence_ids: [N].
+    """
+    ratios = torch.exp(bounded(gap)).double()
+    sequence_ratios = torch.exp(bounded(sequence_sums(gap, sequence_ids))).double()
+    sequence_ratios *= sequence_lengths(sequence_ids) > 0  # a number that no token has would count as a ratio of 1
+    return {
+        "gap_sum": gap.abs().sum(),
+        "ratio_max": ratios.max() if len(ratios) else ratios.new_zeros(()),
+        "weight_sum": ratios.sum(),
+        "weight_sq_sum": ratios.square().sum(),
+        "seq_weight_sum": sequence_ratios.sum(),
+        "seq_weight_sq_sum": sequence_ratios.square().sum(),
+    }
 
 
 def value_objective(
