@@ -82,7 +82,7 @@ def gaps(rows: list[dict[str, Any]]) -> list[tuple[np.ndarray, np.ndarray]]:
         sequence = TrainSequence(tokens, logprobs, 0.0, mask=mask)
         batch = pack([TrainGroup("row", np.asarray(row["prompt_tokens"], np.int32), [sequence])])
         with torch.no_grad():
-            gap = (policy(batch, 1.0).logprobs - batch.behaviour_logprobs).abs().numpy()
+            gap = (policy(batch, 1.0).logprobs - batch.generator_logprobs).abs().numpy()
         found.append((gap if len(gap) == mask.sum() else gap[mask], turns_of(mask)))
     return found
 

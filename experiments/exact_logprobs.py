@@ -92,8 +92,8 @@ def ratios(model: str, tokens: int) -> list[dict[str, Any]]:
         with torch.no_grad():
             ours = policy(batch, temperature, Truncation(top_k, top_p, min_p))
             full = policy(batch, temperature)
-        gap = (ours.logprobs - batch.behaviour_logprobs).abs()
-        of_full = (full.logprobs - batch.behaviour_logprobs).abs()
+        gap = (ours.logprobs - batch.generator_logprobs).abs()
+        of_full = (full.logprobs - batch.generator_logprobs).abs()
         rows.append(
             {
                 "temperature": temperature,

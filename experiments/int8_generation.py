@@ -129,7 +129,7 @@ def gap(policy: Any, drawn: list[tuple[np.ndarray, Sample]]) -> dict[str, float]
     for prompt, sample in drawn:
         batch = pack([TrainGroup("g", prompt, [TrainSequence(sample.completion_tokens, sample.logprobs, 0.0)])])
         with torch.no_grad():
-            ratios.append((policy(batch, 1.0).logprobs - batch.behaviour_logprobs).numpy())
+            ratios.append((policy(batch, 1.0).logprobs - batch.generator_logprobs).numpy())
     logs = np.concatenate(ratios).astype(np.float64)
     ratio = np.exp(logs)
     return {

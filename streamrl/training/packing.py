@@ -21,8 +21,8 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from streamrl.rollouts.micro_batch import TrainGroup, has_experts
-from streamrl.rollouts.types import ByteArray, FloatArray, IntArray
+from streamrl.rollouts.micro_batch import TrainGroup, TrainSequence, has_experts
+from streamrl.rollouts.types import BoolArray, ByteArray
 
 ROW_MULTIPLE = 16
 """Every row has a multiple of this many tokens, which costs 8 on average. oneDNN takes milliseconds to make a kernel
@@ -41,6 +41,12 @@ class GroupLayout:
     def stop(self) -> int:
         """Position after the group's last token."""
         return self.start + self.prompt_length + sum(self.completion_lengths)
+
+    @property
+    def positions(self) -> np.ndarray:
+        """Positions of the group's tokens for the model; each completion continues the prompt's."""
+        ends = (self.prompt_length + length for length in self.completion_lengths)
+        return np.concatenate([np.arange(self.prompt_length), *(np.arange(self.prompt_length, end) for end in ends)])
 
 
 @lru_cache(maxsize=4)
@@ -81,7 +87,7 @@ class PackedBatch:
     """Position in the row whose hidden state predicts the n-th token with a loss, [N] int64."""
     targets: torch.Tensor
     """Completion tokens with a loss, [N] int64: all, but for those that a sequence's mask leaves out."""
-    behaviour_logprobs: torch.Tensor
+    generator_logprobs: torch.Tensor
     """Log-probabilities under the generator, [N] float32."""
     advantages: torch.Tensor
     """Each sequence's advantage (with a critic: its reward), repeated for its tokens, [N] float32."""
@@ -198,77 +204,47 @@ def pack(groups: list[TrainGroup]) -> PackedBatch:
     Raises:
         ValueError: a group has no prompt token, so nothing could predict its first token.
     """
-    ids: list[IntArray] = []
-    positions: list[np.ndarray] = []
-    layout: list[GroupLayout] = []
-    source: list[np.ndarray] = []
-    targets: list[IntArray] = []
-    behaviour: list[FloatArray] = []
-    advantages: list[np.ndarray] = []
-    sequence_ids: list[np.ndarray] = []
-    row_ids: list[np.ndarray] = []
-    sequence_tokens: list[np.ndarray] = []
-    numbers: dict[str, int] = {}
-    reference: list[FloatArray] = []
-    estimates: list[FloatArray] = [np.zeros((0, 3), dtype=np.float32)]
-    masks: list[np.ndarray] = []
-    cursor = row = sequence = 0
-    for group in groups:
-        prompt_length = len(group.prompt_tokens)
-        if prompt_length == 0:
-            raise ValueError(f"group {group.group_id} has an empty prompt")
-        start = cursor
-        ids.append(group.prompt_tokens)
-        positions.append(np.arange(prompt_length))
-        cursor += prompt_length
-        lengths = []
-        for seq in group.sequences:
-            length = len(seq.completion_tokens)
-            if length == 0:
-                continue
-            ids.append(seq.completion_tokens)
-            positions.append(np.arange(prompt_length, prompt_length + length))
-            before = np.concatenate([[start + prompt_length - 1], np.arange(cursor, cursor + length - 1)])
-            loss = np.ones(length, dtype=bool) if seq.mask is None else seq.mask
-            masks.append(loss)
-            source.append(before[loss])
-            targets.append(seq.completion_tokens[loss])
-            behaviour.append(seq.logprobs[loss])
-            advantages.append(np.full(seq.loss_tokens, seq.advantage, dtype=np.float32))
-            number = numbers.setdefault(group.trajectory, sequence) if group.trajectory else sequence
-            sequence += number == sequence
-            sequence_ids.append(np.full(seq.loss_tokens, number))
-            row_ids.append(np.full(seq.loss_tokens, row))
-            sequence_tokens.append(np.full(seq.loss_tokens, seq.trajectory_tokens or seq.loss_tokens))
-            row += 1
-            if seq.reference_logprobs is not None:
-                reference.append(seq.reference_logprobs)
-            if seq.estimates is not None:
-                estimates.append(seq.estimates)
-            lengths.append(length)
-            cursor += length
-        layout.append(GroupLayout(start, prompt_length, tuple(lengths)))
-    if filler := -cursor % ROW_MULTIPLE:  # a prompt without completions
-        ids.append(np.zeros(filler, dtype=np.int32))
-        positions.append(np.arange(filler))
-        layout.append(GroupLayout(cursor, filler, ()))
+    filler = -sum(group.tokens for group in groups) % ROW_MULTIPLE
+    layout = _layout(groups, filler)
+    ids = [part for group in groups for part in (group.prompt_tokens, *(s.completion_tokens for s in group.sequences))]
+    ids.append(np.zeros(filler, dtype=np.int32))
+    rows: list[TrainSequence] = []
+    """Sequences with tokens; the index of one is its row id."""
+    columns: list[dict[str, np.ndarray]] = []
+    """Of each row, the values of its tokens with a loss, by field of the batch."""
+    numbers: dict[str | int, int] = {}
+    """Sequence number of each trajectory, and of each row that is of none."""
+    for group, place in zip(groups, layout, strict=False):  # the layout ends with what fills the row up
+        cursor = place.start + place.prompt_length
+        for seq in (seq for seq in group.sequences if len(seq.completion_tokens)):
+            source = np.arange(len(seq.completion_tokens)) + cursor - 1
+            source[0] = place.start + place.prompt_length - 1
+            number = numbers.setdefault(group.trajectory or len(rows), len(numbers))
+            columns.append(_loss_columns(seq, source, number, len(rows)))
+            rows.append(seq)
+            cursor += len(seq.completion_tokens)
 
-    def joined(parts: list[np.ndarray], dtype: type) -> torch.Tensor:
+    def joined(parts: list[Any], dtype: type) -> torch.Tensor:
         return torch.from_numpy(np.concatenate(parts).astype(dtype) if parts else np.zeros(0, dtype=dtype))
 
-    chosen = np.concatenate([np.ones(0, dtype=bool), *masks])
+    def column(name: str, dtype: type) -> torch.Tensor:
+        return joined([one[name] for one in columns], dtype)
+
+    reference = [seq.reference_logprobs for seq in rows if seq.reference_logprobs is not None]
+    estimates = [np.zeros((0, 3), dtype=np.float32), *(seq.estimates for seq in rows if seq.estimates is not None)]
+    chosen = np.concatenate([np.ones(0, dtype=bool), *map(_loss_mask, rows)])
     experts, recorded = _packed_experts(groups, filler)
     return PackedBatch(
         input_ids=joined(ids, np.int64)[None],
-        position_ids=joined(positions, np.int64)[None],
+        position_ids=joined([place.positions for place in layout], np.int64)[None],
         layout=tuple(layout),
-        source_index=joined(source, np.int64),
-        targets=joined(targets, np.int64),
-        behaviour_logprobs=joined(behaviour, np.float32),
-        advantages=joined(advantages, np.float32),
-        sequence_ids=joined(sequence_ids, np.int64),
-        row_ids=joined(row_ids, np.int64),
-        sequence_tokens=joined(sequence_tokens, np.int64),
+        source_index=column("source_index", np.int64),
+        targets=column("targets", np.int64),
+        generator_logprobs=column("generator_logprobs", np.float32),
+        advantages=column("advantages", np.float32),
+        sequence_ids=column("sequence_ids", np.int64),
+        row_ids=column("row_ids", np.int64),
+        sequence_tokens=column("sequence_tokens", np.int64),
         reference_logprobs=joined(reference, np.float32) if all(group.has_reference for group in groups) else None,
         estimates=joined(estimates, np.float32) if all(group.has_estimates for group in groups) else None,
         with_loss=None if bool(chosen.all()) else joined([np.flatnonzero(chosen)], np.int64),
@@ -277,11 +253,56 @@ def pack(groups: list[TrainGroup]) -> PackedBatch:
     )
 
 
-def _packed_experts(groups: list[TrainGroup], filler: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Return `PackedBatch.experts` and `recorded` of a row that ends with so many tokens that fill it up.
+def _layout(groups: list[TrainGroup], filler: int) -> list[GroupLayout]:
+    """Return the places of groups one after the other, then that of what fills the row up: a prompt of its own.
 
     Raises:
-        ValueError: a group has the experts of more or fewer tokens than it has.
+        ValueError: a group has no prompt token.
+    """
+    layout: list[GroupLayout] = []
+    cursor = 0
+    for group in groups:
+        if not len(group.prompt_tokens):
+            raise ValueError(f"group {group.group_id} has an empty prompt")
+        lengths = [len(seq.completion_tokens) for seq in group.sequences]
+        layout.append(GroupLayout(cursor, len(group.prompt_tokens), tuple(filter(None, lengths))))
+        cursor = layout[-1].stop
+    if filler:
+        layout.append(GroupLayout(cursor, filler, ()))
+    return layout
+
+
+def _loss_columns(seq: TrainSequence, source: np.ndarray, number: int, row: int) -> dict[str, np.ndarray]:
+    """Return what a batch has of each of a sequence's tokens with a loss, by field of `PackedBatch`, each [N].
+
+    Args:
+        seq: a sequence with tokens.
+        source: position in the packed row that predicts each of its tokens, [C].
+        number: its `sequence_ids`.
+        row: its `row_ids`.
+    """
+    loss, tokens = _loss_mask(seq), seq.loss_tokens
+    return {
+        "source_index": source[loss],
+        "targets": seq.completion_tokens[loss],
+        "generator_logprobs": seq.logprobs[loss],
+        "advantages": np.full(tokens, seq.advantage),
+        "sequence_ids": np.full(tokens, number),
+        "row_ids": np.full(tokens, row),
+        "sequence_tokens": np.full(tokens, seq.trajectory_tokens or tokens),
+    }
+
+
+def _loss_mask(seq: TrainSequence) -> BoolArray:
+    """Return which of a sequence's tokens have a loss, [C]."""
+    return np.ones(len(seq.completion_tokens), dtype=bool) if seq.mask is None else seq.mask
+
+
+def _packed_experts(groups: list[TrainGroup], filler: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Return `PackedBatch.experts` and `recorded` of a row that ends with `filler` tokens that fill it up.
+
+    Raises:
+        ValueError: a group does not have one row of experts for each of its tokens.
     """
     if not groups or not all(map(has_experts, groups)):
         return None, None
@@ -290,13 +311,13 @@ def _packed_experts(groups: list[TrainGroup], filler: int) -> tuple[torch.Tensor
     for group in groups:
         assert group.prompt_experts is not None
         if len(group.prompt_experts) != len(group.prompt_tokens):
-            raise ValueError(f"group {group.group_id} has not the experts of its prompt")
+            raise ValueError(f"group {group.group_id} lacks the experts of its prompt, or has others")
         parts.append((group.prompt_experts, 0))
         for seq in group.sequences:
             if length := len(seq.completion_tokens):
                 assert seq.experts is not None
                 if len(seq.experts) != length - 1:
-                    raise ValueError(f"group {group.group_id} has not the experts of a completion")
+                    raise ValueError(f"group {group.group_id} lacks the experts of a completion, or has others")
                 parts.append((seq.experts, 1))
     parts.append((parts[0][0][:0], filler))
     width = parts[0][0].shape[1]

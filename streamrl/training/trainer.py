@@ -290,7 +290,7 @@ class Trainer:
         objective = policy_objective(
             self.run.algorithm,
             logprobs,
-            batch.behaviour_logprobs,
+            batch.generator_logprobs,
             advantages,
             batch.sequence_ids,
             proximal,

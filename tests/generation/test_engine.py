@@ -444,12 +444,12 @@ def test_with_equal_weights_every_importance_ratio_is_1_whatever_the_sampling(en
         truncation = Truncation(*(setting[name] for name in ("top_k", "top_p", "min_p")))
         with torch.no_grad():
             found = policy(batch, setting["temperature"], truncation)
-        differs = ((found.logprobs - batch.behaviour_logprobs).abs() > 1e-4) | found.outside
+        differs = ((found.logprobs - batch.generator_logprobs).abs() > 1e-4) | found.outside
         edges += int(differs.sum())
         assert setting["top_p"] < 1 or not differs.any(), setting
         if truncation:  # the full softmax is another distribution
             full = policy(batch, setting["temperature"]).logprobs.detach()
-            assert float((full - batch.behaviour_logprobs).abs().max()) > 0.01, setting
+            assert float((full - batch.generator_logprobs).abs().max()) > 0.01, setting
     assert edges <= 3  # of 3,456: whether the token at the edge of a nucleus is in it may depend on a rounding
 
 

@@ -179,7 +179,7 @@ def compare(shape: RouterShape, model: Path, group: TrainGroup, dtype: torch.dty
         logprobs = policy(batch, 1.0).logprobs
     ours = np.sort(torch.stack(used, dim=1).numpy()[batch.recorded.numpy()], axis=-1)
     theirs = np.sort(shape.from_rows(batch.experts.numpy()[batch.recorded.numpy()]), axis=-1)
-    gap = np.abs(logprobs.float().numpy() - batch.behaviour_logprobs.numpy())
+    gap = np.abs(logprobs.float().numpy() - batch.generator_logprobs.numpy())
     return Compared(float((ours != theirs).any(-1).mean()), gap)
 
 

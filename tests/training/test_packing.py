@@ -67,7 +67,7 @@ def test_tokens_that_were_not_sampled_are_context_without_a_loss(tiny_model: Pat
     assert batch.loss_tokens == chosen.sum() == sum(group.loss_tokens for group in some) < len(chosen)
     assert torch.equal(batch.input_ids, every.input_ids) and batch.layout == every.layout
     kept = torch.from_numpy(chosen)
-    for name in ("targets", "behaviour_logprobs", "advantages", "sequence_ids", "source_index"):
+    for name in ("targets", "generator_logprobs", "advantages", "sequence_ids", "source_index"):
         assert torch.equal(getattr(batch, name), getattr(every, name)[kept]), name
     torch.testing.assert_close(policy(batch, 1.0).logprobs, policy(every, 1.0).logprobs[kept])
 

@@ -41,7 +41,7 @@ def test_two_groups_written_out() -> None:
     assert [one.stop for one in batch.layout] == [8, 11, 16]
     assert batch.source_index.tolist() == [2, 3, 2, 5, 6, 9]
     assert batch.targets.tolist() == [4, 5, 6, 7, 8, 11]
-    assert batch.behaviour_logprobs.tolist() == [-token / 8 for token in (4, 5, 6, 7, 8, 11)]
+    assert batch.generator_logprobs.tolist() == [-token / 8 for token in (4, 5, 6, 7, 8, 11)]
     assert batch.advantages.tolist() == [0.5, 0.5, -0.5, -0.5, -0.5, 2.0]
     assert batch.sequence_ids.tolist() == batch.row_ids.tolist() == [0, 0, 1, 1, 1, 2]
     assert batch.sequence_tokens.tolist() == [2, 2, 3, 3, 3, 1]
@@ -49,7 +49,7 @@ def test_two_groups_written_out() -> None:
     assert batch.loss_tokens == 6 and batch.sequences == 3
     types = [batch.input_ids, batch.position_ids, batch.source_index, batch.targets, batch.sequence_ids]
     assert {one.dtype for one in types} == {torch.int64}
-    assert {batch.behaviour_logprobs.dtype, batch.advantages.dtype} == {torch.float32}
+    assert {batch.generator_logprobs.dtype, batch.advantages.dtype} == {torch.float32}
 
 
 def test_a_row_of_sixteen_tokens_gets_no_filler() -> None:

@@ -334,7 +334,7 @@ def test_the_proximal_policy_is_that_after_the_last_step_that_publishes(
         current = published_log_probabilities(groups)
         batch = pack(groups)
         expected = policy_objective(
-            config.algorithm, current, batch.behaviour_logprobs, batch.advantages, batch.sequence_ids, proximal
+            config.algorithm, current, batch.generator_logprobs, batch.advantages, batch.sequence_ids, proximal
         )
         stats = trainer.accumulate(groups, is_last=True)
         assert stats.loss_sum == pytest.approx(float(expected.loss_sum), rel=1e-4)
