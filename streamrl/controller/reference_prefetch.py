@@ -32,7 +32,7 @@ class _PendingSequence(TrainSequence):
 
 
 @dataclass
-class Preparation:
+class ReferencePrefetch:
     """The prefetch of reference log-probabilities for groups that wait for training."""
 
     running: list[list[TrainGroup]] = field(default_factory=list)

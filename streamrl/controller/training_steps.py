@@ -21,7 +21,7 @@ from streamrl.controller.issuer import Issuer
 from streamrl.controller.length_predictor import LengthPredictor, StepLengths
 from streamrl.controller.mismatch_guard import MismatchGuard
 from streamrl.controller.pool_sizes import Scaling
-from streamrl.controller.reference_prefetch import Preparation
+from streamrl.controller.reference_prefetch import ReferencePrefetch
 from streamrl.controller.refused_steps import RefusedSteps
 from streamrl.controller.replacements import Replacements
 from streamrl.controller.schedule_tuner import FixedSchedule, Setup
@@ -89,7 +89,8 @@ class TrainingSteps:
     _published: int = -1
     """Number of the version that was published last; -1: none yet."""
     _fruitless: int = -1
-    """Number of the services' reports at which a push to instances that are behind reached none; -1: none did."""
+    """`services.reports` at the last push to instances that are behind, which is not repeated before the next report;
+    -1: there was none, or an instance has loaded it."""
     _checkpoint_due: bool = False
     _canary_due: bool = False
     _canary_ahead: bool = False
@@ -97,7 +98,7 @@ class TrainingSteps:
     _cores_due: tuple[int, ...] = ()
     """CPU cores that the trainer has yet to move to; (): none."""
     _replacements: Replacements = field(init=False)
-    _preparation: Preparation = field(init=False, default_factory=Preparation)
+    _prefetch: ReferencePrefetch = field(init=False, default_factory=ReferencePrefetch)
     _learning: asyncio.Task[StepLengths] | None = None
     """Task that learns from the output lengths of the current step; started once the step has all its groups."""
 
@@ -241,7 +242,7 @@ class TrainingSteps:
             await self.trainers.estimate(unknown)
         elif (micro := self.batch.next_micro_batch(*limits)) is not None:
             await self.trainers.train(*micro)
-        elif not self.issuer.schedule.exclusive and (ahead := self._preparation.next(self.batch, self.pool, *limits)):
+        elif not self.issuer.schedule.exclusive and (ahead := self._prefetch.next(self.batch, self.pool, *limits)):
             await self.trainers.prepare(ahead)
 
     # -- answers
@@ -256,7 +257,7 @@ class TrainingSteps:
         self.times.trainer.append((answers[0].kind.removesuffix("_done"), first.started, first.finished))
         match first:
             case PrepareDone():
-                self._preparation.done([answer.arrays["reference_logprobs"] for answer in answers])
+                self._prefetch.done([answer.arrays["reference_logprobs"] for answer in answers])
             case EstimateDone():
                 self.batch.estimated([answer.arrays["estimates"] for answer in answers])
             case TrainDone():

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from streamrl.controller.group_pool import GroupPool
-from streamrl.controller.reference_prefetch import Preparation
+from streamrl.controller.reference_prefetch import ReferencePrefetch
 from streamrl.controller.step_batch import StepBatch
 from streamrl.controller.trainer_client import Trainers
 from streamrl.protocol.controller_trainer import Publish, SaveCheckpoint
@@ -47,7 +47,7 @@ def answers(shares: Sequence[list[TrainGroup]]) -> list[FloatArray]:
 
 
 def work_ahead(
-    preparation: Preparation, batch: StepBatch, pool: GroupPool, room: int, ranks: int
+    preparation: ReferencePrefetch, batch: StepBatch, pool: GroupPool, room: int, ranks: int
 ) -> list[list[list[str]]]:
     """All that is prepared until nothing is left: by request and rank, the groups."""
     asked = []
@@ -59,7 +59,7 @@ def work_ahead(
 
 
 def test_complete_groups_of_the_pool_are_prepared_once_in_the_order_in_which_they_are_due() -> None:
-    pool, batch, preparation = pool_of("abcd"), StepBatch(config(4, **KL), 1), Preparation()
+    pool, batch, preparation = pool_of("abcd"), StepBatch(config(4, **KL), 1), ReferencePrefetch()
     pool.issue([empty_group("e")], 1)
     assert preparation.next(batch, pool, ROOM, 1) is None  # nothing is complete
     for name in "ecb":
@@ -70,7 +70,7 @@ def test_complete_groups_of_the_pool_are_prepared_once_in_the_order_in_which_the
 
 
 def test_groups_that_wait_for_the_rewards_of_the_whole_batch_come_first() -> None:
-    pool, batch, preparation = pool_of("abc"), StepBatch(config(2, advantage="batch", **KL), 1), Preparation()
+    pool, batch, preparation = pool_of("abc"), StepBatch(config(2, advantage="batch", **KL), 1), ReferencePrefetch()
     finish(pool, "a", [0.0, 1.0])
     batch.take(pool.take())
     finish(pool, "b", [0.0, 1.0])
@@ -82,7 +82,7 @@ def test_groups_that_wait_for_the_rewards_of_the_whole_batch_come_first() -> Non
 
 
 def test_what_is_being_trained_is_not_prepared() -> None:
-    pool, batch, preparation = pool_of("ab"), StepBatch(config(2, **KL), 1), Preparation()
+    pool, batch, preparation = pool_of("ab"), StepBatch(config(2, **KL), 1), ReferencePrefetch()
     finish(pool, "a", [0.0, 1.0])
     batch.take(pool.take())
     assert batch.next_micro_batch(ROOM, 1) is not None
@@ -95,13 +95,13 @@ def test_nothing_is_prepared_without_a_reference(algorithm: dict[str, Any]) -> N
     finish(pool, "a", [0.0, 1.0])
     batch.take(pool.take())
     finish(pool, "b", [0.0, 1.0])
-    assert Preparation().next(batch, pool, ROOM, 1) is None
+    assert ReferencePrefetch().next(batch, pool, ROOM, 1) is None
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("room", [9, 14, 40, ROOM])  # the least cuts groups: prompt 3, completions 2 .. 5
 def test_each_sample_is_prepared_once_and_its_values_travel_with_it(ranks: int, room: int) -> None:
-    pool, batch, preparation = pool_of("abcde", 4), StepBatch(config(5, 4, **KL), 1), Preparation()
+    pool, batch, preparation = pool_of("abcde", 4), StepBatch(config(5, 4, **KL), 1), ReferencePrefetch()
     for name in "dbeca":
         finish(pool, name, [0.0, 1.0, 0.5, 0.25])
     groups = pool.waiting
@@ -125,14 +125,14 @@ def test_a_request_is_no_larger_than_a_micro_batch() -> None:
     pool, batch = pool_of("abcde", 4), StepBatch(config(5, 4, **KL), 1)
     for name in "abcde":
         finish(pool, name, [0.0] * 4)
-    preparation = Preparation()
+    preparation = ReferencePrefetch()
     shares = preparation.next(batch, pool, 40, 2)
     assert names(shares) == [["a", "b"], ["c", "d"]]
     assert [sum(group.tokens for group in share) for share in shares or []] == [34, 34]
 
 
 def test_samples_without_a_loss_are_not_prepared_and_hold_nothing_up() -> None:
-    pool, batch, preparation = pool_of("ab"), StepBatch(config(2, mask_truncated=True, **KL), 1), Preparation()
+    pool, batch, preparation = pool_of("ab"), StepBatch(config(2, mask_truncated=True, **KL), 1), ReferencePrefetch()
     finish(pool, "a", [0.0, 1.0], reason="length")
     assert preparation.next(batch, pool, ROOM, 1) is None
     finish(pool, "b", [0.0, 1.0])
@@ -140,7 +140,7 @@ def test_samples_without_a_loss_are_not_prepared_and_hold_nothing_up() -> None:
 
 
 def test_an_answer_of_another_length_is_refused() -> None:
-    pool, batch, preparation = pool_of("a"), StepBatch(config(1, **KL), 1), Preparation()
+    pool, batch, preparation = pool_of("a"), StepBatch(config(1, **KL), 1), ReferencePrefetch()
     finish(pool, "a", [0.0, 1.0])
     assert preparation.next(batch, pool, ROOM, 1)
     with pytest.raises(ValueError, match="4 reference log-probabilities for 5 tokens"):
@@ -260,7 +260,7 @@ def test_only_a_micro_batch_that_waiting_would_not_make_larger_is_sent_ahead() -
 def test_all_ranks_compute_the_reference_or_none_does() -> None:
     hub = _Hub()
     trainers = Trainers(hub, WaitRegistry("test"), ranks=2, limit_s=60.0)  # type: ignore[arg-type]
-    pool, batch, preparation = pool_of("abc"), StepBatch(config(3, **KL), 1), Preparation()
+    pool, batch, preparation = pool_of("abc"), StepBatch(config(3, **KL), 1), ReferencePrefetch()
 
     async def play() -> None:
         for name in "ab":
