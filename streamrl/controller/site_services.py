@@ -82,9 +82,9 @@ class Services:
         """Instances of each service's site, as the service last reported them."""
         self._lives: dict[str, dict[str, str]] = {}
         """State of each instance, by service, as the service last reported it."""
-        self._wrong_with_fleet: Callable[[str, object], str | None] = lambda name, fleet: None
         self.reports = 0
         """Number of these reports so far."""
+        self._wrong_with_fleet: Callable[[str, object], str | None] = lambda name, fleet: None
         self._using: list[str] | None = None
         """Instances of the last call of `use`; None: all generate."""
         self.train_tokens_s: float | None = None

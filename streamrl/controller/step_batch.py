@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -45,7 +45,7 @@ class StepBatch:
     not_finite: list[Group] = field(default_factory=list)
     """Groups left out because their loss or gradient is not finite; they are not replaced."""
     trained_before: set[str] = field(default_factory=set)
-    """Ids of those that earlier updates of the step have trained; the step's record counts them as trained."""
+    """Ids of those groups of `not_finite` that an earlier update of the step has trained; they count as trained."""
     refusal: str | None = None
     """What was not finite when the trainer refused the step, and what became of it; None: it was not refused."""
     given_up: bool = False
@@ -65,12 +65,12 @@ class StepBatch:
     micro_batches: int = 0
     stats: list[dict[str, float]] = field(default_factory=list)
     """Statistics of every rank and micro-batch of this update."""
-    earlier_stats: list[dict[str, float]] = field(default_factory=list)
-    """Those of the updates before it."""
     first_stats: list[dict[str, float]] = field(default_factory=list)
     """Those of the step's first update, once it is done."""
+    earlier_stats: list[dict[str, float]] = field(default_factory=list)
+    """Those of all updates before this one."""
     earlier_normalizer: float = 0.0
-    """Sum of their normalizers."""
+    """Sum of the normalizers of all updates before this one."""
     at_trainer: list[list[TrainGroup]] = field(default_factory=list)
     """Groups of each micro-batch that the trainer has, the oldest first; one may be empty."""
     sent: list[list[list[TrainGroup]]] = field(default_factory=list)
@@ -113,15 +113,15 @@ class StepBatch:
     @property
     def samples_trained(self) -> int:
         """Number of samples whose gradient is accumulated, or that have none."""
-        ahead: Iterable[TrainGroup] = [*self.queue, *(group for micro in self.at_trainer for group in micro)]
         parts = self.run.batch.mini_batches
+        ahead: list[TrainGroup] = []  # from the second pass on, all groups have been trained
         if self.awaits_estimates:
             ahead = [piece for pieces in self.pieces.values() for piece in pieces]
-        elif self.update < parts and parts > 1:  # the first pass: its later parts have not been trained at all
-            later = set(self.groups).difference(*(self._part(number) for number in range(self.update + 1)))
-            ahead = [*ahead, *(piece for key in later for piece in self.pieces.get(key, []))]
-        elif self.update >= parts:
-            ahead = []
+        elif self.update < parts:
+            ahead = [*self.queue, *(group for micro in self.at_trainer for group in micro)]
+            if parts > 1:
+                later = set(self.groups).difference(*map(self._ids_of_update, range(self.update + 1)))
+                ahead += [piece for key in later for piece in self.pieces.get(key, [])]
         waiting = {sample_of_row(one.sample_id) for group in ahead for one in group.sequences}
         return sum(group.size for group in self.groups.values()) - len(waiting)
 
@@ -140,9 +140,9 @@ class StepBatch:
         """Groups of this update."""
         if self.run.batch.mini_batches == 1:
             return list(self.groups.values())
-        return [self.groups[key] for key in self._part(self.update) if key in self.groups]
+        return [self.groups[key] for key in self._ids_of_update(self.update) if key in self.groups]
 
-    def _part(self, update: int) -> list[str]:
+    def _ids_of_update(self, update: int) -> list[str]:
         """Return the ids of an update's groups, those left out since too; [] while the step lacks groups."""
         parts = self.run.batch.mini_batches
         if not self.full:
@@ -171,7 +171,7 @@ class StepBatch:
 
     def _fill(self) -> None:
         """Queue what the trainer gets in this update, in its order."""
-        self.queue = [piece for key in self._part(self.update) for piece in self.pieces.get(key, [])]
+        self.queue = [piece for key in self._ids_of_update(self.update) for piece in self.pieces.get(key, [])]
 
     def counted(self, group: Group) -> list[Scored]:
         """Return the samples of a group that have a loss; void ones have none."""
@@ -291,7 +291,7 @@ class StepBatch:
                 group.advantages = {}
                 other.take(group)
             return other
-        before = {key for number in range(self.update) for key in self._part(number)}
+        before = {key for number in range(self.update) for key in self._ids_of_update(number)}
         other = replace(
             other,
             groups=left,
