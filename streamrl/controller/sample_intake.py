@@ -80,25 +80,8 @@ class SampleIntake:
         Raises:
             RunFailed: as `rewards`.
         """
-        used = [delivery for delivery in deliveries if delivery.peer not in self.services.excluded]
-        for delivery in deliveries:
-            if delivery.peer in self.services.excluded:
-                self.refusals.count("not its own", delivery.peer, "samples: its site is not used any more")
-        read, refused = arrived(used, self.claims.wrong_with_claim)
-        # what is refused may become void, or another site's, so everything else is judged only then
-        await self._refuse([(one.peer, one.sample_id, one.why) for one in refused])
-        usable: list[Arrival] = []
-        wrong: list[tuple[str, str | None, str]] = []
-        for arrival in read:
-            why = self.claims.wrong_with_sample(arrival.peer, arrival.sample, newest)
-            if why is None:
-                usable.append(arrival)
-            else:
-                wrong.append((arrival.peer, arrival.sample.sample_id, why))
-        await self._refuse(wrong)
-        usable = [one for one in usable if one.peer not in self.services.excluded]
-        arrivals = [(one.sample, one.content) for one in usable]
-        contents = [arrival for arrival in arrivals if not self.evaluator.awaits(arrival[0].sample_id)]
+        usable = await self._usable(deliveries, newest)
+        contents = [(one.sample, one.content) for one in usable if not self.evaluator.awaits(one.sample.sample_id)]
         new = self.ledger.finish(contents) if contents else set()
         for delivery in deliveries:
             delivery.ack()
@@ -117,9 +100,31 @@ class SampleIntake:
             self.scaling.sample_came(sample, now)
             self._generated(sample.instance, sample.last_began, sample.t_finished, now)
             judged += self._judge(group, sample)
-        if arrivals:
+        if usable:
             self.waits.end("samples")
         self._record(judged)
+
+    async def _usable(self, deliveries: Sequence[Delivery], newest: int) -> list[Arrival]:
+        """Return the samples that can be used, and refuse the others (`_refuse`); arguments as for `samples`."""
+        used = []
+        for delivery in deliveries:
+            if delivery.peer in self.services.excluded:
+                self.refusals.count("not its own", delivery.peer, "samples: its site is not used any more")
+            else:
+                used.append(delivery)
+        read, refused = arrived(used, self.claims.wrong_with_claim)
+        # what is refused may become void, or another site's, so everything else is judged only then
+        await self._refuse([(one.peer, one.sample_id, one.why) for one in refused])
+        usable: list[Arrival] = []
+        wrong: list[tuple[str, str | None, str]] = []
+        for arrival in read:
+            why = self.claims.wrong_with_sample(arrival.peer, arrival.sample, newest)
+            if why is None:
+                usable.append(arrival)
+            else:
+                wrong.append((arrival.peer, arrival.sample.sample_id, why))
+        await self._refuse(wrong)
+        return [one for one in usable if one.peer not in self.services.excluded]  # a refusal may have excluded its site
 
     def given_back(self, peer: str, part: GivenBack) -> None:
         """Record for how long an instance had a sample that it has returned; those no longer owed are ignored."""
