@@ -193,29 +193,42 @@ class LengthPredictor:
         uncorrected = {group.group_id: self._uncorrected.pop(group.group_id, None) for group in groups}
         dispatched = [group for group in groups if not group.agent]  # a site places turns, which it forecasts itself
         self._recalibrate(dispatched, uncorrected)
+        saving = await self._replay(dispatched, forecasts, fleet)
         used = self._policy not in BLIND and any(group.forecast for group in dispatched)
-        requests: list[SimulatedRequest] = []
-        for group in dispatched:
-            own = [_simulated(group, m.sample, forecasts[group.group_id]) for m in group.members()]
-            requests += own if len(requests) + len(own) <= MOST_SIMULATED else []
-        replayed = None
-        if requests and fleet:  # all instances may have died since
-            objective = objective_of(self.run.schedule.name, self.train_tokens_s or math.inf)
-            longest, affinity = self.run.sampling.max_tokens, self.run.batch.samples_per_prompt
-            replay = Replay(fleet, self._policy, longest, affinity, objective)
-            replayed = await asyncio.to_thread(replay.saving, requests)
-            if (
-                self._policy not in BLIND
-                and any(forecasts[group.group_id] for group in dispatched)
-                and replayed.least_loaded > 0
-            ):
-                others = await asyncio.to_thread(replay.resampled_ratios, requests)
-                self.outcome.record([replayed.policy / replayed.least_loaded, *others])
-            if not used:
-                replayed = replace(replayed, policy=replayed.least_loaded)
+        if saving is not None and not used:
+            saving = replace(saving, policy=saving.least_loaded)
         self._report_trust(groups[0].step)
         seconds, self._refit_s = self._refit_s, None
-        return StepLengths(measured, replayed, used, seconds)
+        return StepLengths(measured, saving, used, seconds)
+
+    async def _replay(
+        self, groups: Sequence[Group], forecasts: Mapping[str, Forecast | None], fleet: Sequence[SimulatedInstance]
+    ) -> Saving | None:
+        """Simulate a step with its true lengths, and judge its forecasts by the outcome.
+
+        Args:
+            groups: the step's groups of single completions.
+            forecasts: the forecast of each group, by its id, whether dispatch got it or not.
+            fleet: the instances; none if all have died since.
+
+        Returns:
+            The saving by dispatch by these forecasts; None: there is nothing to simulate.
+        """
+        requests: list[SimulatedRequest] = []
+        for group in groups:
+            own = [_simulated(group, m.sample, forecasts[group.group_id]) for m in group.members()]
+            requests += own if len(requests) + len(own) <= MOST_SIMULATED else []
+        if not requests or not fleet:
+            return None
+        objective = objective_of(self.run.schedule.name, self.train_tokens_s or math.inf)
+        longest, affinity = self.run.sampling.max_tokens, self.run.batch.samples_per_prompt
+        replay = Replay(fleet, self._policy, longest, affinity, objective)
+        saving = await asyncio.to_thread(replay.saving, requests)
+        forecast = self._policy not in BLIND and any(forecasts[group.group_id] for group in groups)
+        if forecast and saving.least_loaded > 0:
+            others = await asyncio.to_thread(replay.resampled_ratios, requests)
+            self.outcome.record([saving.policy / saving.least_loaded, *others])
+        return saving
 
     def _recalibrate(self, groups: Sequence[Group], told: Mapping[str, Forecast | None]) -> None:
         """Learn what a step's forecasts, as the ranker gave them, were worth."""
