@@ -67,15 +67,18 @@ class Dispatcher:
         self._forecasts: dict[str, Forecast | None] = {}
         self._turns: dict[str, tuple[str, int]] = {}
         """Instance that has the KV cache of a request that is a turn ('': none), and the tokens that it has."""
-        self._at: dict[str, str] = {}  # sample -> instance that works on it
+        self._at: dict[str, str] = {}
+        """Instance that works on a request, by sample."""
         self._work: dict[str, dict[str, None]] = {}
-        """The samples of `_at`, by instance, in the order in which they came: a site has many times those of one."""
+        """The samples of `_at` by instance, in the order in which they came, so that nothing has to search all."""
         self._handed_over: dict[str, set[str]] = {}
         """Requests that continue elsewhere although this instance may still be working on them, by instance."""
         self._releasing: set[str] = set()
         """Requests that their instance was ordered to release."""
-        self._moving: dict[str, tuple[str, str]] = {}  # sample -> (instance, route) that it is moving to
-        self._joined: dict[str, tuple[int, StepCurve | None, str]] = {}  # (slots, curve, pool) of each instance
+        self._moving: dict[str, tuple[str, str]] = {}
+        """(instance, route) that a request is moving to, by sample."""
+        self._joined: dict[str, tuple[int, StepCurve | None, str]] = {}
+        """(slots, curve, pool) of each instance that has joined."""
         self._held: dict[str, set[str]] = {}
         """Reasons for which an instance gets no new requests, by instance."""
         self._allowed: set[str] | None = None
@@ -223,13 +226,13 @@ class Dispatcher:
         """
         parked, moving, waiting = [], [], []
         for sample_id in sorted(had):
-            self._take(sample_id)
+            self._unassign(sample_id)
             target, request = self._moving.pop(sample_id, None), self.requests[sample_id]
             found = max((kept(sample_id), request.kept), key=lambda one: len(one.completion_tokens) if one else -1)
             self.requests[sample_id] = replace(request, kept=found)
             if sample_id in self.parked:
                 continue
-            if found is not None and self._used_up(found):
+            if found is not None and self._park_if_used_up(found):
                 parked.append(found)
             elif target is not None:
                 moving.append((sample_id, *target))
@@ -335,9 +338,9 @@ class Dispatcher:
         for known in (self.requests, self._forecasts, self._turns, self._moving):
             known.pop(sample_id, None)
         self.parked.discard(sample_id)
-        self._take(sample_id)
+        self._unassign(sample_id)
 
-    def _take(self, sample_id: str) -> None:
+    def _unassign(self, sample_id: str) -> None:
         """Record that no instance works on a request any more."""
         if (instance := self._at.pop(sample_id, None)) is not None:
             del (work := self._work[instance])[sample_id]
@@ -356,12 +359,12 @@ class Dispatcher:
         request = self.requests.get(sample_id)
         if request is None or not self.has(instance, sample_id):
             return False
-        self._take(sample_id)
+        self._unassign(sample_id)
         self.requests[sample_id] = replace(request, kept=partial)
         if sample_id in self.parked:
             return False
         target = self._moving.pop(sample_id, None)
-        if self._used_up(partial):
+        if self._park_if_used_up(partial):
             await self._dispatch()
             return True
         if target is not None:
@@ -371,8 +374,8 @@ class Dispatcher:
             await self._place([sample_id])
         return False
 
-    def _used_up(self, partial: PartialSample) -> bool:
-        """Park a request if its tokens use up its budget; return whether they do."""
+    def _park_if_used_up(self, partial: PartialSample) -> bool:
+        """Park a request whose tokens use up its budget; return whether they do."""
         if not self._is_used_up(partial):
             return False
         self.parked.add(partial.sample_id)
