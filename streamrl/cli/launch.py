@@ -348,8 +348,8 @@ def _engines(cluster: ClusterConfig, run: RunConfig, site: str | None, types: Ty
 
 def _ranks(cluster: ClusterConfig, site: str | None) -> dict[str, str]:
     """Return how the trainer's ranks divide the work, if there are several and the site has them."""
-    trainer = cluster.sites[cluster.trainer_site].trainer
-    if site not in (None, cluster.trainer_site) or trainer is None or trainer.ranks == 1:
+    trainer = cluster.trainer
+    if site not in (None, cluster.trainer_site) or trainer.ranks == 1:
         return {}
     if trainer.sharing == 1:
         return {"ranks": f"{trainer.ranks}, each with micro-batches of its own"}

@@ -390,3 +390,10 @@ class ClusterConfig(StrictModel):
     def trainer_site(self) -> str:
         """Name of the site that trains, which also has the controller and the ledger."""
         return next(name for name, site in self.sites.items() if site.trainer is not None)
+
+    @property
+    def trainer(self) -> TrainerPool:
+        """The trainer, which `trainer_site` holds."""
+        trainer = self.sites[self.trainer_site].trainer
+        assert trainer is not None
+        return trainer

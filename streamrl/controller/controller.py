@@ -110,8 +110,7 @@ class Controller:
         self.rollouts = RolloutStore(context.run_dir / layout.ROLLOUTS)
         self.checkpoints = CheckpointFolder(context.run_dir / layout.CHECKPOINTS)
         plan = plan_processes(context.cluster, context.run, context.run_dir)
-        trainer = context.cluster.sites[context.cluster.trainer_site].trainer
-        assert trainer is not None
+        trainer = context.cluster.trainer
         longer = {kind_of(SaveCheckpoint): self.limits.checkpoint_s}
         self.trainers = Trainers(self.hub, self.waits, trainer.ranks, self.limits.training_s, trainer.sharing, longer)
         services = {spec.name: spec.site for spec in plan if spec.role == "service"}

@@ -232,9 +232,7 @@ def memory_shapes(cluster: ClusterConfig, run: RunConfig, uses: Sequence[GpuUse]
         return []
     if not keeps_heads(values):  # its cache is smaller, or its layers have other weights
         return []
-    trainer = cluster.sites[cluster.trainer_site].trainer
-    own = next((use for use in uses if use.pool is None), None)
-    assert trainer is not None
+    trainer, own = cluster.trainer, next((use for use in uses if use.pool is None), None)
     pools = list(dict.fromkeys(use.pool for use in uses if use.pool is not None))
     found = []
     for pool in [None] if _trains_alone(uses) else pools:

@@ -133,8 +133,7 @@ def _vocabulary(folder: Path) -> tuple[dict[int, str], int]:
 
 
 def _undivided_by_trainer(cluster: ClusterConfig, values: Mapping[str, Any], path: str) -> Iterable[str]:
-    trainer = cluster.sites[cluster.trainer_site].trainer
-    assert trainer is not None
+    trainer = cluster.trainer
     heads, ranks = values.get("num_key_value_heads") or values.get("num_attention_heads"), trainer.tensor_parallel
     key = f"sites.{cluster.trainer_site}.trainer.tensor_parallel"
     if isinstance(heads, int) and heads % ranks:

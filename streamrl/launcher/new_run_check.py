@@ -28,8 +28,7 @@ def check_new_run(cluster: ClusterConfig, run: RunConfig) -> Iterable[str]:
 
 def _check_pushes(cluster: ClusterConfig, run: RunConfig) -> Iterable[str]:
     """Check that a push ends before the trainer's other ranks have waited too long for rank 0."""
-    trainer, limits = cluster.sites[cluster.trainer_site].trainer, run.deadlines
-    assert trainer is not None
+    trainer, limits = cluster.trainer, run.deadlines
     if run.weights.path.fetched or trainer.ranks == 1:
         return
     copies = trainer.nodes if trainer.sharding == "hybrid" else 1

@@ -24,8 +24,7 @@ def check_router_replay(cluster: ClusterConfig, run: RunConfig) -> Iterable[str]
         router_shape(folder)
     except UserError as error:
         yield str(error)
-    trainer = cluster.sites[cluster.trainer_site].trainer
-    assert trainer is not None
+    trainer = cluster.trainer
     for key, ranks, shared in (
         ("tensor_parallel", trainer.tensor_parallel, "layers"),
         ("sequence_parallel", trainer.sequence_parallel, "rows"),

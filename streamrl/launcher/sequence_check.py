@@ -15,8 +15,7 @@ from streamrl.training.packing_choice import decide_packing
 
 def check_sequence_parallel(cluster: ClusterConfig, run: RunConfig) -> Iterable[str]:
     """Check that heads can be divided, and that tokens meet in attention alone, of the policy and of the critic."""
-    trainer = cluster.sites[cluster.trainer_site].trainer
-    assert trainer is not None
+    trainer = cluster.trainer
     if trainer.sequence_parallel == 1:
         return
     asked = f"sites.{cluster.trainer_site}.trainer.sequence_parallel is {trainer.sequence_parallel}"

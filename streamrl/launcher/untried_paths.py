@@ -17,9 +17,7 @@ def untried(cluster: ClusterConfig, run: RunConfig) -> list[str]:
     found = []
     if run.weights.path.untried:
         found.append(f"weights.backend: {run.weights.backend} ({run.weights.path.untried})")
-    trainer = cluster.sites[cluster.trainer_site].trainer
-    pools = [pool for site in cluster.sites.values() for pool in site.generation]
-    assert trainer is not None
+    trainer, pools = cluster.trainer, [pool for site in cluster.sites.values() for pool in site.generation]
     if not run.schedule.exclusive:
         found.append("trainer and instances on GPUs of their own (on one GPU, which all of them shared)")
     elif sum(pool.most_replicas * pool.gpus_per_replica for pool in pools) > 1:

@@ -168,8 +168,7 @@ def _home_processes(cluster: ClusterConfig, run_dir: Path) -> list[ProcessSpec]:
     """List the processes of the trainer's site: controller and trainer."""
     cuda, home = cluster.hardware == "cuda", cluster.trainer_site
     controller_env = SAME_HASHES | {"OMP_NUM_THREADS": "1"} | PASSIVE_WAITING  # LightGBM's threads
-    trainer = cluster.sites[home].trainer
-    assert trainer is not None
+    trainer = cluster.trainer
     ranks = trainer.ranks // trainer.nodes
     gpus = tuple(range(ranks)) if cuda else ()
     specs = [ProcessSpec("controller", "controller", home, None, _role_command(run_dir, "controller"), controller_env)]

@@ -165,15 +165,7 @@ class TrainerProcess:
 
     def _load(self) -> None:
         """Join the process group, load the model and, on resume, the newest checkpoint."""
-        if self.cuda:
-            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-            device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        else:
-            trainer = self.context.cluster.sites[self.context.cluster.trainer_site].trainer
-            assert trainer is not None
-            self.threads = trainer.threads
-            torch.set_num_threads(self.threads)
-            device = torch.device("cpu")
+        device = self._choose_device()
         if (ranks := int(os.environ["WORLD_SIZE"])) > 1:
             self._say(f"joining {ranks} ranks")
         os.environ.update(nccl_environment(self.context))
@@ -183,8 +175,7 @@ class TrainerProcess:
         torch.manual_seed(self.run_config.seed)
         own_critic = self.run_config.critic_path
         critic_path = resolve_model(own_critic, CRITIC_KEY) if own_critic else None
-        pool = self.context.cluster.sites[self.context.cluster.trainer_site].trainer
-        assert pool is not None
+        pool = self.context.cluster.trainer
         copies = pool.nodes if pool.sharding == "hybrid" else 1
         division = Division(copies, pool.tensor_parallel, pool.reduce_gradients, pool.sequence_parallel)
         model = resolve_model(self.run_config.model.path)
@@ -195,9 +186,9 @@ class TrainerProcess:
         log.info("packs groups: %s", packing)
         self._say("loading the model")
         step = agreed_checkpoint(self.checkpoints) if self.context.resume else None
-        others = critic_path, division, published, packing
         if self.rank == 0 and self.run_config.algorithm.needs_reference:
             self.reference_digest = weights_digest(Path(model))
+        others = critic_path, division, published, packing
         self.trainer = Trainer(self.run_config, model, device, *others, resumed=step is not None)
         if step is not None:
             self._say(f"loading the checkpoint of step {step}")
@@ -205,6 +196,16 @@ class TrainerProcess:
             self.version = step
         gc.freeze()  # modules and model stay for good; collecting garbage among them took 2 % of a step
         self.state = "idle"
+
+    def _choose_device(self) -> torch.device:
+        """Make this rank's device the current one, or on a CPU set the number of threads, and return it."""
+        if self.cuda:
+            device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+            torch.cuda.set_device(device)
+            return device
+        self.threads = self.context.cluster.trainer.threads
+        torch.set_num_threads(self.threads)
+        return torch.device("cpu")
 
     def _agree_on_type(self) -> None:
         """Agree with the other ranks, whose devices may differ, on a compute type."""

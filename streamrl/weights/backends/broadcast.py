@@ -89,9 +89,7 @@ def nccl_environment(context: RoleContext) -> dict[str, str]:
     Raises:
         UserError: this node does not reach the controller.
     """
-    trainer = context.cluster.sites[context.cluster.trainer_site].trainer
-    assert trainer is not None
-    if context.run.weights.backend != "nccl" or context.one_machine or trainer.nodes > 1:
+    if context.run.weights.backend != "nccl" or context.one_machine or context.cluster.trainer.nodes > 1:
         return {}
     return nccl_on(interface_towards(host_of(context.addresses.controller.removeprefix("tcp://"))))
 
