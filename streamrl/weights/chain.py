@@ -9,12 +9,11 @@ it with `anchored`. Anchors are the first version, the `anchor_every`-th after e
 deltas no longer lead from the last anchor to the newest version.
 
 Deltas are kept from the anchor on, so a receiver that holds nothing can take anchor + deltas, or the newest version
-complete, whichever is fewer bytes. Older deltas are kept for receivers that still need them, by their
-acknowledgements: 3 -> 4 stays until all have acknowledged 4 or later. The version that is on its way to a receiver
-counts as well, or a transfer that takes longer than from one anchor to the next would be followed by another complete
-one, and never by a delta. If a receiver is so far behind that the kept
-deltas exceed their bound, it loses the oldest ones and is treated like one that holds nothing. No path of deltas
-crosses a version without a delta (one with other tensors than before).
+complete, whichever is fewer bytes. Older deltas are kept as long as a receiver needs them: 3 -> 4 stays until all
+receivers have acknowledged 4 or later. So are the deltas from a version that is on its way to a receiver: otherwise
+they could be gone when a slow transfer ends, and another complete version would follow. If a receiver is so far behind
+that the kept deltas exceed their bound, the oldest ones are deleted all the same, and it is treated like one that holds
+nothing. No path of deltas crosses a version without a delta (one with other tensors than before).
 
 Two things must never happen: that a receiver counts as holding a version that it has not verified and acknowledged, and
 that a delta from an acknowledged version is deleted within the bound.

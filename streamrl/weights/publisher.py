@@ -284,14 +284,19 @@ class WeightPublisher:
         if self._newest is None or order.number > self._newest.manifest.version.number:
             raise _Refused("it is not published")
         if order.encoding == "delta" and not (self._shares_files(peer, order.host) and in_file(self._newest.buffer)):
-            return await self._prepare_way(peer, order)
+            return await self._prepare_path(peer, order)
         manifest, buffer = self._newest.manifest, self._newest.buffer
         assert buffer is not None
         if manifest.version.number != order.number and not order.newest:
             raise _Refused("a newer one has replaced it")
         return _Transfer(order.request, manifest, ((Part.of_buffer(manifest), buffer),), is_delta=False)
 
-    async def _prepare_way(self, peer: str, order: Fetch) -> _Transfer:
+    async def _prepare_path(self, peer: str, order: Fetch) -> _Transfer:
+        """Choose the cheapest path of the chain from the version that a relay holds.
+
+        Raises:
+            _Refused: no path leads to the requested version.
+        """
         number, newest = order.number, order.newest
         assert self._newest is not None
         if self.chain.newest is None:
@@ -307,13 +312,13 @@ class WeightPublisher:
             want = self.chain.newest if newest else number
             far = self._other_site(peer) is not None  # then compressing takes less time than it saves
             older, small = want != self.chain.newest, far and want == self.chain.coming_anchor
-            if base is None and (older or small):  # it may need an anchor, or complete weights as few bytes
+            if base is None and (older or small):  # it may need an anchor, or complete weights in few bytes
                 await self._wait_for(self._packing)
         except Exception as error:  # the next `publish` ends the run with it; the relay should hear of it now
             raise _Refused(f"it could not be coded: {error}") from error
         self.chain.acknowledged(peer, base)
         try:
-            want = self.chain.newest if newest else number
+            want = self.chain.newest if newest else number  # a newer one may have come meanwhile
             path = self.chain.path(base, want)
         except Unreachable as error:
             raise _Refused(str(error)) from error

@@ -177,7 +177,7 @@ class ShardedLayout:
         """
         near = ranks_of_first_host()
         buffer = shared_buffer(self.nbytes, near, self._files)
-        agree(self._write(buffer, near))
+        fail_together(self._write(buffer, near))
         slots, ranks = list(self.slots.values()), dist.get_world_size()
         dealt = dict(zip(near, deal([slot.nbytes for slot in slots], len(near)), strict=True))
         mine = dealt.get(dist.get_rank(), [])
@@ -329,7 +329,7 @@ def shared_buffer(nbytes: int, near: Sequence[int], files: list[int]) -> np.ndar
                 mapped = np.memmap(path, dtype=np.uint8, mode="r+", shape=(nbytes,))
             except (OSError, ValueError) as error:
                 problem = f"rank {dist.get_rank()} cannot map the weights of rank 0 ({path}): {error}"
-        agree(problem)
+        fail_together(problem)
         if descriptor >= 0:  # open as long as the buffer lives: a relay on this host may copy the file by its path
             weakref.finalize(mapped, _let_go, descriptor, files)
             descriptor = -1
@@ -351,11 +351,11 @@ def _let_go(descriptor: int, files: list[int]) -> None:
         os.close(descriptor)
 
 
-def agree(problem: str | None) -> None:
-    """Wait for all ranks and fail together; a collective.
+def fail_together(problem: str | None) -> None:
+    """Raise on every rank if any rank has a problem; a collective.
 
     Raises:
-        RunFailed: on every rank, with the first problem, if any rank has one.
+        RunFailed: with the problem of the first rank that has one.
     """
     problems: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(problems, problem)

@@ -392,10 +392,10 @@ def test_other_tensors_than_before_come_complete(tmp_path: Path) -> None:
 class Mistaken(RecordingPublisher):
     """Takes what a relay holds for its own version of that number."""
 
-    async def _prepare_way(self, peer: str, order: Fetch) -> Any:
+    async def _prepare_path(self, peer: str, order: Fetch) -> Any:
         if order.holds is not None and (held := self._versions.get(order.holds)) is not None:
             order = msgspec.structs.replace(order, holds_hash=held.manifest.version.content_hash)
-        return await super()._prepare_way(peer, order)
+        return await super()._prepare_path(peer, order)
 
 
 @pytest.mark.parametrize("same_tensors", [True, False])
