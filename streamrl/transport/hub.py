@@ -24,6 +24,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Self
 
 import zmq
@@ -74,6 +75,20 @@ MOST_TOLD = 200
 """Characters of an unexpected error that a refused peer gets to know."""
 
 Admit = Callable[[str, str, dict[str, Any], str | None], str | None]
+
+
+@dataclass(frozen=True)
+class _Hello:
+    """What a peer says as it connects."""
+
+    name: str
+    role: str
+    meta: dict[str, Any]
+    session: str
+    first: int
+    """Number of its first message that is not acknowledged."""
+    begun: float
+    """When its process began by its own clock, in unix seconds."""
 
 
 class Hub(Endpoint):
@@ -305,7 +320,7 @@ class Hub(Endpoint):
                 check_size(frames, MAX_STATE_BYTES if peer is None else MAX_ENVELOPE_BYTES)
             message = decode(frames)
             if message.kind == "hello":
-                self._hello(route, message, owner, size_of(frames))
+                self._take_hello(route, message, owner, size_of(frames))
                 if peer is None and (new := self._routes.get(route)) is not None:
                     new.bytes_in += size_of(frames)
             elif peer is None or peer.session != message.session:
@@ -356,21 +371,21 @@ class Hub(Endpoint):
         """Charge a site's message of `size` bytes; return whether it may send it now."""
         return self._budgets.setdefault((kind, site), Budget(kind)).spend(size, time.monotonic())
 
-    def _hello(self, route: PeerRoute, message: Message, owner: str | None, size: int) -> None:
+    def _take_hello(self, route: PeerRoute, message: Message, owner: str | None, size: int) -> None:
+        """Welcome or refuse the sender of a hello; `owner` as for `_arrived`.
+
+        Raises:
+            MalformedMessage: it is no hello.
+        """
         if size > MAX_STATE_BYTES:
             raise MalformedMessage(f"hello of {size} bytes, at most {MAX_STATE_BYTES}")
-        name, role, meta = message.body.get("name"), message.body.get("role"), message.body.get("meta")
-        if not is_name(name) or not is_name(role) or not isinstance(meta, dict) or not is_plain(meta):
-            raise MalformedMessage("a hello without a name, a role or its meta")
-        first, begun = _first(message), message.body.get("begun", self._clock())
-        if not is_finite(begun):
-            raise MalformedMessage(f"a hello of a process that began at {begun!r:.99}")
-        sender = key_of(route, owner) or name
+        hello = _read_hello(message, self._clock())
+        sender = key_of(route, owner) or hello.name
         if route.door.outside and not self.covered("hello", owner, size):
             self.refusals.count("too many", sender, f"a hello of {size} bytes so soon after others")
             return
-        flow = self._judge(route, name, message.session, role, meta, owner)
-        late = not isinstance(flow, str) and self._is_late(name, message.session, begun)
+        flow = self._judge(route, hello, owner)
+        late = not isinstance(flow, str) and self._is_late(hello)
         if late:
             flow = f"another process of this name has come, which began later, and {self.name} hears it"
         if isinstance(flow, str):
@@ -378,20 +393,10 @@ class Hub(Endpoint):
             self.refusals.count("hello", sender, flow)
             self._answer(route, self._control("refused", {"hub": self.name, "reason": flow, "late": late}))
             return
-        known = peer = self.peers.get(name)
-        if peer is None or peer.session != message.session:
-            outbox: Outbox[Outgoing] = Outbox(flow.credits, flow.window_bytes)
-            site = meta["site"] if route.door.outside else None
-            peer = Peer(name, role, meta, message.session, outbox, flow, site, owner, begun)
-            if route.door.outside:
-                peer.inbox = stranger_inbox()
-            if known is not None:
-                self._forget(known)
-            peer.bytes_in, peer.bytes_out = self._left.pop(name, (0, 0))
-            self.peers[name] = peer
-            if self.forwards_hellos:
-                self._inbox.put_nowait(Delivery(name, "hello", {"session": peer.session}, {}, lambda: None))
-        peer.inbox.begin_at(message.session, first)
+        known = peer = self.peers.get(hello.name)
+        if peer is None or peer.session != hello.session:
+            peer = self._begin_session(route, hello, owner, flow)
+        peer.inbox.begin_at(hello.session, hello.first)
         before, peer.last_seen, peer.lost = peer.route, time.monotonic(), False
         if before is not None:
             self._routes.pop(before, None)
@@ -402,10 +407,24 @@ class Hub(Endpoint):
         if known is None:
             self._joined.set()
 
-    def _judge(
-        self, route: PeerRoute, name: str, session: str, role: str, meta: dict[str, Any], owner: str | None
-    ) -> Flow | str:
+    def _begin_session(self, route: PeerRoute, hello: _Hello, owner: str | None, flow: Flow) -> Peer:
+        """Return a peer with no state, in place of the one that had its name before."""
+        outbox: Outbox[Outgoing] = Outbox(flow.credits, flow.window_bytes)
+        site = hello.meta["site"] if route.door.outside else None
+        peer = Peer(hello.name, hello.role, hello.meta, hello.session, outbox, flow, site, owner, hello.begun)
+        if route.door.outside:
+            peer.inbox = stranger_inbox()
+        if (known := self.peers.get(hello.name)) is not None:
+            self._forget(known)
+        peer.bytes_in, peer.bytes_out = self._left.pop(hello.name, (0, 0))
+        self.peers[hello.name] = peer
+        if self.forwards_hellos:
+            self._inbox.put_nowait(Delivery(hello.name, "hello", {"session": hello.session}, {}, lambda: None))
+        return peer
+
+    def _judge(self, route: PeerRoute, hello: _Hello, owner: str | None) -> Flow | str:
         """Return the flow to the peer of a hello, or why it is refused; `owner` as for `_arrived`."""
+        name, role, meta = hello.name, hello.role, hello.meta
         site = meta.get("site") if route.door.outside else None
         if route.door.outside and not is_name(site):
             return "a peer from outside must name its site in meta['site']"
@@ -414,29 +433,25 @@ class Hub(Endpoint):
         if (spoken := self._routes.get(route)) is not None and spoken.name != name:
             return f"this connection is that of {spoken.name!r}, it cannot be that of {name!r}"
         if (known := self.peers.get(name)) is not None and known.site != site:
-            owner = "inside this site" if known.site is None else f"at site {known.site!r}"
-            return f"the name {name!r} belongs to a peer {owner}"
+            where = "inside this site" if known.site is None else f"at site {known.site!r}"
+            return f"the name {name!r} belongs to a peer {where}"
         try:
-            reason = None
-            if route.door.outside and self.admit is not None:
-                reason = self.admit(name, role, meta, owner)
-            elif not route.door.outside and self.admit_inside is not None:
-                reason = self.admit_inside(name, role, meta, owner)
-            if reason is not None:
+            admit = self.admit if route.door.outside else self.admit_inside
+            if admit is not None and (reason := admit(name, role, meta, owner)) is not None:
                 return reason
-            if (name, session) in self._ended:
+            if (name, hello.session) in self._ended:
                 return f"another process of this name has come since, or {self.name} has taken this one for dead"
             return self.flow if self.flows is None else self.flows(name)
         except Exception as error:  # no message of a stranger may end the hub
             log.exception("cannot judge the hello of %r", name)
             return f"the hello cannot be judged: {type(error).__name__}: {str(error)[:MOST_TOLD]}"
 
-    def _is_late(self, name: str, session: str, begun: float) -> bool:
+    def _is_late(self, hello: _Hello) -> bool:
         """Return whether a hello is of a process that began before the one that has the name, and is heard."""
-        known = self.peers.get(name)
-        if known is None or known.session == session or begun >= known.begun:
+        known = self.peers.get(hello.name)
+        if known is None or known.session == hello.session or hello.begun >= known.begun:
             return False
-        return self.silent_for(name) < endpoint_base.HEARD_BEATS * endpoint_base.HEARTBEAT_S
+        return self.silent_for(hello.name) < endpoint_base.HEARD_BEATS * endpoint_base.HEARTBEAT_S
 
     def drop(self, name: str) -> None:
         """Forget a peer that is known to be dead, and everything in flight to it; if alive, it will be refused."""
@@ -486,6 +501,21 @@ class Hub(Endpoint):
             door.socket.close(endpoint_base.LINGER_MS)
             if door.keys is not None:
                 unguard(self._context, door.domain)
+
+
+def _read_hello(message: Message, now: float) -> _Hello:
+    """Return what a hello says; its sender's process began `now` if it does not say when.
+
+    Raises:
+        MalformedMessage: it is no hello.
+    """
+    name, role, meta = message.body.get("name"), message.body.get("role"), message.body.get("meta")
+    if not is_name(name) or not is_name(role) or not isinstance(meta, dict) or not is_plain(meta):
+        raise MalformedMessage("a hello without a name, a role or its meta")
+    first, begun = _first(message), message.body.get("begun", now)
+    if not is_finite(begun):
+        raise MalformedMessage(f"a hello of a process that began at {begun!r:.99}")
+    return _Hello(name, role, meta, message.session, first, begun)
 
 
 def _first(message: Message) -> int:
