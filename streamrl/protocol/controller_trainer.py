@@ -5,8 +5,8 @@
                          checkpoint_done, resources_done, weight_call
 
 Every rank gets the same commands in the same order, one at a time, except that a `train` may follow a `train` that is
-not answered: the rank packs it meanwhile. It acknowledges a command once it has carried it
-out, then answers. A rank that dies leaves its command open, and the run continues from its newest checkpoint.
+not answered: the rank packs it meanwhile. A rank acknowledges a command once it has carried it out, then answers. If it
+dies, its command stays open, and the run continues from its newest checkpoint.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ from streamrl.protocol.message import TypedMessage
 
 
 class MicroBatch(TypedMessage, frozen=True, tag="micro_batch"):
-    """Groups as made by `rollouts.micro_batch.to_wire`; the base of `Prepare`, `Estimate`, `Train` and
-    `Examine`.
+    """Groups as made by `rollouts.micro_batch.to_wire`; the base of `Prepare`, `Estimate`, `Train` and `Examine`.
 
     Arrays: prompts int32, completions int32, logprobs float32, reference_logprobs float32 (of tokens with a loss),
     estimates float32 [tokens with a loss, 3] (advantage, return, value), masks uint8 (1: the token has a loss),
