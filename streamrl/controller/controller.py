@@ -290,7 +290,7 @@ class Controller:
                 raise RunFailed(f"{name} cannot be used, and no other site can generate: its list of instances {why}")
 
     async def _see_checkpoint(self) -> None:
-        """Wait until this node sees the newest checkpoint, if it is missing; after `SEEN_S` it is for good."""
+        """Wait until this node sees the newest checkpoint, at most for `SEEN_S`; after that `_restore` fails."""
         deadline, told = time.monotonic() + SEEN_S, False
         while time.monotonic() < deadline:
             try:
@@ -306,7 +306,7 @@ class Controller:
                 return
 
     def _to_resume(self) -> int:
-        """Return the step of the checkpoint to go back to; 0: to the beginning. Errors are those of `_restore`."""
+        """Return the step of the checkpoint to go back to; 0: the beginning. Raises as `_restore`."""
         return resume_point(self.context.run_dir, self.ledger.known(), self.config.checkpoint.every)
 
     def _restore(self) -> None:
@@ -317,21 +317,8 @@ class Controller:
             CheckpointsUnseen: nobody may look into their folder.
         """
         step = self._to_resume()
-        chosen: dict[str, Any] = {}
-        if step:
-            folder = self.checkpoints.path(step)
-            self.ledger.found_checkpoint(step)  # which may be newer than known, and damaged: it is given up by its name
-            try:
-                check_files(folder, read_sums(folder), [STATE_FILE])
-                state = json.loads((folder / STATE_FILE).read_bytes())
-                if (saved := state["step"]) != step:
-                    raise DamagedFile(f"{STATE_FILE} is of step {saved}")
-                self.groups.restore(state["prompts"])
-                chosen = state.get("schedule", {})  # earlier versions' has none
-            except (FileNotFoundError, ValueError, LookupError, TypeError, AttributeError) as error:
-                raise unreadable(folder, error) from error
+        self.training.resume_at(step, self._restore_state(step) if step else {})
         self.pool.resume_at(step)
-        self.training.resume_at(step, chosen)
         metrics = self.telemetry.metrics
         metrics.rewind(step)
         self.rollouts.rewind(step + 1)
@@ -355,6 +342,25 @@ class Controller:
         self.telemetry.resume_at(step, (seconds for _, seconds, _ in rows))
         text = "resumed after step %d; %d samples of later steps will be trained again, up to %d taken as they are"
         log.info(text, step, undone, self.ledger.count_kept())
+
+    def _restore_state(self, step: int) -> dict[str, Any]:
+        """Restore the position in the prompts from a checkpoint; return its choice of the schedule ({}: none).
+
+        Raises:
+            RunFailed: the checkpoint is missing or damaged.
+        """
+        folder = self.checkpoints.path(step)
+        self.ledger.found_checkpoint(step)  # which may be newer than known, and damaged: it is given up by its name
+        try:
+            check_files(folder, read_sums(folder), [STATE_FILE])
+            state = json.loads((folder / STATE_FILE).read_bytes())
+            if (saved := state["step"]) != step:
+                raise DamagedFile(f"{STATE_FILE} is of step {saved}")
+            self.groups.restore(state["prompts"])
+            chosen: dict[str, Any] = state.get("schedule", {})  # earlier versions' has none
+        except (FileNotFoundError, ValueError, LookupError, TypeError, AttributeError) as error:
+            raise unreadable(folder, error) from error
+        return chosen
 
     def _done(self) -> bool:
         """Return whether all steps are trained and the work that follows the last one is done."""
