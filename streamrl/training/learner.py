@@ -105,9 +105,8 @@ class Division:
         shape = self.copies, self.shards, self.layers
         mesh = init_device_mesh(device.type, shape, mesh_dim_names=("copies", "shards", "layers"))
         if self.layers > 1:
-            mesh[
-                "shards", "layers"
-            ]._flatten()  # norms are then reduced by one operation, to the same bits on all ranks
+            # norms are then reduced by one operation, to the same bits on all ranks
+            mesh["shards", "layers"]._flatten()
         return mesh
 
 
