@@ -23,7 +23,6 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -31,7 +30,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from streamrl.config.algorithm import PPOConfig
-from streamrl.config.run import CRITIC_KEY, MODEL_KEY, RunConfig
+from streamrl.config.run import RunConfig
 from streamrl.protocol.controller_trainer import Refusal
 from streamrl.rollouts.canary import Canary
 from streamrl.rollouts.micro_batch import TrainGroup, TrainSequence, split_into_rows
@@ -40,14 +39,12 @@ from streamrl.run_dir.checkpoint_sums import TRAINER_STATE
 from streamrl.training.agreements import agreed_packing
 from streamrl.training.checkpoint_check import check_trainer_state
 from streamrl.training.checkpoint_writing import StateWriter, checkpoint_weights, load_state, write_model
-from streamrl.training.compiled_formulas import Switch
-from streamrl.training.compiled_parts import compile_parts, compiles, failures_told
-from streamrl.training.critic import Critic, load_critic
+from streamrl.training.compiled_parts import failures_told
+from streamrl.training.critic import Critic
 from streamrl.training.early_copy import EarlyCopy
 from streamrl.training.hidden_states import has_own_rows
 from streamrl.training.host_offload import HostOffload
-from streamrl.training.layer_kernels import take_kernels
-from streamrl.training.learner import AnyLearner, Division, Learner, compute_type, copy_weights, reshard, shard
+from streamrl.training.learner import Division, compute_type, reshard
 from streamrl.training.learning_rate import learning_rate, warm_up
 from streamrl.training.objective import (
     MicroStats,
@@ -60,10 +57,10 @@ from streamrl.training.objective import (
 from streamrl.training.operations import TrainingOperations
 from streamrl.training.packing import PackedBatch, PackedShare, pack, pack_share
 from streamrl.training.packing_choice import Packing
-from streamrl.training.policy_model import Policy, load_policy
-from streamrl.training.sequence_parallel import SequenceRanks
+from streamrl.training.policy_model import Policy
 from streamrl.training.step_guard import refusal
 from streamrl.training.token_logprobs import HeadOutput
+from streamrl.training.trainer_models import TrainerModels
 from streamrl.training.truncation import Truncation
 from streamrl.weights.sharded import ShardedLayout
 from streamrl.weights.version import Manifest
@@ -119,43 +116,15 @@ class Trainer:
             packing: packing of the model (`agreed_packing`); None: decided here.
             resumed: whether `load` follows; see `policy_model.load_model`.
         """
-        self.run, self.device = run, device
+        self.run, self.device, self.rank = run, device, dist.get_rank()
         self.truncation = Truncation(run.sampling.top_k, run.sampling.top_p, run.sampling.min_p)
-        self.rank = dist.get_rank()
-        algorithm, checkpointing = run.algorithm, run.optimizer.gradient_checkpointing
-        rows = division.rows if division else 1
-        ranks = SequenceRanks.of(rows)
-        self.packing = packing or agreed_packing(run, model_path, rows)
-        replays = algorithm.router_replay
-        shards = (division or Division()).shards if dist.get_world_size() > 1 else None
-        policy = load_policy(model_path, checkpointing, self.packing.attention, replays, ranks, shards, resumed)
-        self.learner: Learner[Policy] = Learner(policy, run.optimizer.lr, run, device, division)
+        self.packing = packing or agreed_packing(run, model_path, division.rows if division else 1)
+        self.models = TrainerModels.load(run, model_path, device, self.packing, critic_path, division, resumed)
+        self.learner, self.critic, self.learners = self.models.policy, self.models.critic, self.models.learners
         self.policy: Policy = self.learner.model
+        self.reference, self.proximal = self.models.reference, self.models.proximal
+        self.ppo = run.algorithm if isinstance(run.algorithm, PPOConfig) else None
         self.layout = ShardedLayout(self.policy.model, published or compute_type(run), run.weights.generation_dtype)
-
-        def frozen(replays: bool) -> Policy:
-            policy = load_policy(model_path, False, self.packing.attention, replays, ranks, shards, resumed)
-            return shard(policy, run, device, False, division)
-
-        # the reference is a policy of its own, which no generator has routed for
-        self.reference = frozen(False) if algorithm.needs_reference else None
-        self.proximal = frozen(replays) if algorithm.needs_proximal(run.updates_per_version) else None
-        self.ppo = algorithm if isinstance(algorithm, PPOConfig) else None
-        self.critic: Learner[Critic] | None = None
-        if self.ppo:
-            own = agreed_packing(run, critic_path, rows, CRITIC_KEY) if critic_path else self.packing
-            key = CRITIC_KEY if critic_path else MODEL_KEY
-            critic = load_critic(critic_path or model_path, checkpointing, own.attention, ranks, shards, key, resumed)
-            self.critic = Learner(critic, self.ppo.critic.lr, run, device, division)
-        Switch.is_on = compiles(run, device)
-        of_critic = None if self.critic is None else self.critic.model
-        for one in (self.policy, self.reference, self.proximal, of_critic):
-            if one is None:
-                continue
-            if Switch.is_on:
-                compile_parts(one, run, division.layers if division else 1)
-            elif device.type == "cpu":
-                take_kernels(one)
         self.operations = TrainingOperations.of(
             self.policy, self.reference is not None, self.proximal is not None, self.critic is not None
         )
@@ -171,7 +140,7 @@ class Trainer:
         self._bad_losses: list[str] = []
         """Those of them whose loss on this rank is not finite."""
         if not resumed:
-            self._renew_proximal()
+            self.models.renew_proximal()
 
     @failures_told()
     def prepare(self, groups: list[TrainGroup]) -> FloatArray:
@@ -188,7 +157,7 @@ class Trainer:
         if self.reference is None:
             raise ValueError(f"algorithm {self.run.algorithm.name} with kl.coef 0 has no reference to prepare with")
         found: list[FloatArray] = []
-        for batch in self._passes(self.ready(groups)):
+        for batch in self._passes(self.pack(groups)):
             with torch.no_grad():
                 logprobs = self._sampled_from(self.reference, batch or self._nothing).logprobs
             found.append(logprobs.cpu().numpy()[: None if batch else 0])
@@ -209,7 +178,7 @@ class Trainer:
         if self.ppo is None or self.critic is None:
             raise ValueError(f"algorithm {self.run.algorithm.name} has no critic to estimate with")
         found: list[FloatArray] = []
-        for work in self._passes(self.ready(groups)):
+        for work in self._passes(self.pack(groups)):
             batch = work or self._nothing
             logprobs = reference = None
             if self.ppo.kl.placement == "reward" and self.reference is not None:
@@ -222,7 +191,7 @@ class Trainer:
             reshard(learner.model)
         return np.concatenate(found)
 
-    def ready(self, groups: list[TrainGroup]) -> PackedShare:
+    def pack(self, groups: list[TrainGroup]) -> PackedShare:
         """Pack a share and begin to move it to the device. No collective: any thread may do it ahead of its turn.
 
         Args:
@@ -240,7 +209,7 @@ class Trainer:
         """Run one micro-batch forward and backward; add the gradients of the *summed* losses of policy and critic.
 
         Args:
-            share: this rank's groups, or what `ready` made of them; may be empty.
+            share: this rank's groups, or what `pack` made of them; may be empty.
             is_last: reduce gradients over ranks now; the step follows.
             reference_given: whether the groups bring the reference's log-probabilities (if one is needed); the same on
                 every rank. If False, they are computed for the whole share, whatever the groups bring.
@@ -249,7 +218,7 @@ class Trainer:
             ValueError: `reference_given` is True and a sequence lacks them.
         """
         self._micro_batches += 1
-        passes = self._passes(share if isinstance(share, PackedShare) else self.ready(share))
+        passes = self._passes(share if isinstance(share, PackedShare) else self.pack(share))
         last = len(passes) - 1
         return merged(
             [self._accumulate(batch, is_last and at == last, reference_given) for at, batch in enumerate(passes)]
@@ -284,7 +253,7 @@ class Trainer:
         sums: dict[str, torch.Tensor] = {}
         if self.critic:
             given = work is not None and self.run.needs_estimates
-            advantages, value = self._value(batch, logprobs.detach(), reference, given)
+            advantages, value = self._critic_objective(batch, logprobs.detach(), reference, given)
             self.critic.backward(value.loss_sum if work else value.loss_sum * 0.0, is_last)
             sums |= value.sums
         objective = policy_objective(
@@ -336,7 +305,7 @@ class Trainer:
             raise ValueError("a micro-batch was to bring its reference log-probabilities, but some sequence has none")
         return batch.reference_logprobs
 
-    def _value(
+    def _critic_objective(
         self, batch: PackedBatch, logprobs: torch.Tensor, reference: torch.Tensor | None, given: bool
     ) -> tuple[torch.Tensor, Objective]:
         """Return (GAE advantages [N], the critic's objective); the batch's `advantages` are its sequences' rewards.
@@ -367,36 +336,28 @@ class Trainer:
         Where a loss, a gradient, a weight or AdamW's state is not finite, or the update might leave it so, the step is
         refused: the gradients are discarded and nothing changes, on all ranks alike.
         """
-        of_step = self.run.batch.updates
-        rate = learning_rate(step, self.run.steps, self.run.optimizer, update, of_step)
-        updates: list[tuple[AnyLearner, float]] = [(self.learner, rate)]
+        updates = self.run.batch.updates
+        rates = [learning_rate(step, self.run.steps, self.run.optimizer, update, updates)]
         if self.critic and self.ppo:
             options = self.ppo.critic
-            updates.append((self.critic, options.lr * warm_up(step, options.warmup_steps, update, of_step)))
-        norms = [learner.divide(normalizer) for learner, _ in updates]
-        refused = (
-            None
-            if skip
-            else refusal(self.learners, norms, [rate for _, rate in updates], self._bad_losses, self.device)
-        )
-        for learner, rate_of_learner in updates:
+            rates.append(options.lr * warm_up(step, options.warmup_steps, update, updates))
+        norms = [learner.divide(normalizer) for learner in self.learners]
+        refused = None
+        if not skip:
+            refused = refusal(self.learners, norms, rates, self._bad_losses, self.device)
+        for learner, rate in zip(self.learners, rates, strict=True):
             if skip or refused:
                 learner.clear()
             else:
-                learner.update(rate_of_learner)
+                learner.update(rate)
         self._forget_micro_batches()
-        whole = skip or (refused is None and update + 1 == of_step)  # a skipped update is its step's last one
-        if whole and (step + 1) % self.run.schedule.sync_every == 0:
-            self._renew_proximal()
-        return StepResult(norms[0], rate, skip or refused is not None, refused)
+        step_ends = skip or (refused is None and update + 1 == updates)  # a skipped update is its step's last one
+        if step_ends and (step + 1) % self.run.schedule.sync_every == 0:
+            self.models.renew_proximal()
+        return StepResult(norms[0], rates[0], skip or refused is not None, refused)
 
     def _forget_micro_batches(self) -> None:
         self._bad_losses, self._micro_batches = [], 0
-
-    @property
-    def learners(self) -> list[AnyLearner]:
-        """The policy, and the critic if there is one, with their optimizers."""
-        return [self.learner, *([self.critic] if self.critic else [])]
 
     def examine(self, groups: list[TrainGroup], reference_given: bool = False) -> dict[str, Refusal]:
         """Find the groups whose own loss or gradient is not finite, after a refused step.
@@ -411,7 +372,7 @@ class Trainer:
         Returns:
             What is not finite in each of this rank's groups concerned, by group id.
         """
-        if self._alone(groups, reference_given) is None:
+        if self._not_finite_in(groups, reference_given) is None:
             return {}
         counts: list[int] = [0] * dist.get_world_size()
         dist.all_gather_object(counts, len(groups))
@@ -420,12 +381,12 @@ class Trainer:
         for first in range(0, len(counts), sharing):  # ranks that share layers or rows compute the same groups together
             for index in range(counts[first]):
                 mine = groups[index] if first <= rank < first + sharing else None
-                bad = self._alone([mine] if mine else [], reference_given)
+                bad = self._not_finite_in([mine] if mine else [], reference_given)
                 if mine and bad:
                     found[mine.group_id] = Refusal("loss", "the group") if bad.what == "loss" else bad
         return found
 
-    def _alone(self, groups: list[TrainGroup], reference_given: bool) -> Refusal | None:
+    def _not_finite_in(self, groups: list[TrainGroup], reference_given: bool) -> Refusal | None:
         """Return what is not finite in a micro-batch of its own, all ranks' shares together; None: nothing."""
         self.accumulate(groups, True, reference_given)
         bad = refusal(self.learners, [one.divide(1.0) for one in self.learners], [], self._bad_losses, self.device)
@@ -460,11 +421,6 @@ class Trainer:
     def return_to_device(self) -> None:
         """Bring back what `leave_device` has moved, bit for bit; a no-op if nothing was."""
         self._offload.restore()
-
-    def _renew_proximal(self) -> None:
-        """Make the current weights the proximal policy, if the algorithm has one."""
-        if self.proximal:
-            copy_weights(self.policy, self.proximal)
 
     def lay_out(self, number: int) -> tuple[Manifest, np.ndarray]:
         """Lay out the current weights as a version for the instances; each rank writes its own shards.
@@ -505,7 +461,7 @@ class Trainer:
             Exception, CheckpointException: it cannot be written; see `checkpoint_writing.told_in_words`.
         """
         write_model(self.policy.model, self.weights(), directory, self.run.model.dtype, self.rank == 0)
-        dcp.save(self._state(), storage_writer=StateWriter(directory / TRAINER_STATE))
+        dcp.save(self.models.state(), storage_writer=StateWriter(directory / TRAINER_STATE))
 
     def load(self, directory: Path) -> None:
         """Restore what `save` wrote, also by another number of ranks.
@@ -514,12 +470,6 @@ class Trainer:
         and `check_trainer_state`.
         """
         check_trainer_state(directory)
-        state = self._state()
+        state = self.models.state()
         load_state(state, directory)
-        self.learner.restore("", state)
-        if self.critic:
-            self.critic.restore("critic_", state)
-        self._renew_proximal()
-
-    def _state(self) -> dict[str, Any]:
-        return self.learner.state("") | (self.critic.state("critic_") if self.critic else {})
+        self.models.restore(state)

@@ -230,7 +230,7 @@ class TrainerProcess:
         if not isinstance(order := delivery.body, Train):
             return None
         groups = from_wire(body_of(order), delivery.arrays)
-        return await asyncio.get_running_loop().run_in_executor(self.packer, self.trainer.ready, groups)
+        return await asyncio.get_running_loop().run_in_executor(self.packer, self.trainer.pack, groups)
 
     async def _handle(self, link: Link, delivery: Delivery, share: PackedShare | None) -> None:
         now = time.time if self.context.one_machine else link.hub_time  # this node's clock may be wrong

@@ -26,6 +26,7 @@ from streamrl.run_dir.checkpoint_sums import read_sums, write_sums
 from streamrl.run_dir.checkpoints import CheckpointFolder
 from streamrl.training.checkpoint_writing import read_in_words, system_error, told_in_words
 from streamrl.training.trainer import Trainer
+from streamrl.training.trainer_models import TrainerModels
 from streamrl.training.trainer_process import TrainerProcess
 from tests.run_dir.conftest import file_size_limit
 from tests.training.conftest import run_config
@@ -207,14 +208,14 @@ def test_a_checkpoint_of_another_model_or_algorithm_is_not_called_damaged(
     worker: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, changed: str, why: str
 ) -> None:
     write(worker)
-    folder, model = worker.checkpoints.path(5), worker.trainer._state()["model"]
+    folder, model = worker.checkpoints.path(5), worker.trainer.models.state()["model"]
     name = next(iter(model))
     states = {
         "critic": {"critic_model": {"head": torch.zeros(2)}},
         "model": {"model": {name: torch.zeros(2)}},
         "smaller": {"model": {name: model[name]}},
     }
-    monkeypatch.setattr(worker.trainer, "_state", lambda: states[changed])
+    monkeypatch.setattr(TrainerModels, "state", lambda _: states[changed])
     with pytest.raises(RunFailed) as found:
         worker.trainer.load(folder)
     assert is_final(found.value)

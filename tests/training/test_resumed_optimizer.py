@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from streamrl.training import trainer as trainer_module
+from streamrl.training import trainer_models
 from streamrl.training.policy_model import Policy, load_policy
 from streamrl.training.trainer import Trainer
 from tests.training.conftest import random_groups, run_config
@@ -27,7 +27,7 @@ def with_idle_weight() -> Iterator[None]:
         policy.model.idle = nn.Parameter(torch.ones(4, 3))
         return policy
 
-    with patch.object(trainer_module, "load_policy", load):
+    with patch.object(trainer_models, "load_policy", load):
         yield
 
 

@@ -386,7 +386,7 @@ def test_a_micro_batch_is_received_and_packed_while_another_one_is_computed(tiny
         async def pack_one(number: int) -> PackedShare:
             order.append(f"packs {number}")
             packed[number].set()
-            return trainer.ready([groups[number]])
+            return trainer.pack([groups[number]])
 
         commands = ReceivedAhead(coming.get, pack_one)
         for number in range(4):
