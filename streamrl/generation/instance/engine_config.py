@@ -26,10 +26,11 @@ from streamrl.weights.backends.base import LOAD_FORMATS
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.usage.usage_lib import UsageContext
 
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-# lets a CPU engine hold its worker (see below); an AsyncLLM's engine still is a process of its own
+# lets a CPU engine hold its worker (`_cpu_arguments`); an AsyncLLM's engine still is a process of its own
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 # the operating system places threads: instances, trainer and rewards share the machine
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
@@ -105,74 +106,88 @@ def engine_config(
     if run.model.dtype == "auto" or run.generation.compute == "auto":
         raise ValueError("auto (model.dtype, generation.compute) must be resolved before an engine starts")
     model = resolve_model(run.model.path)
+    folder, place, settings = Path(model), place or Place(), settings or DEFAULT
     eight_bits = eight_bit_arguments(run, pool)
-    os.environ[QUANTIZATION] = eight_bits.get("load_format", "")  # of the engine before, in this process
+    few_rows = not (cuda or eight_bits or settings.compiled) and _is_tried(folder)  # a compiler must see the products
+    # read by the plugin, here and in vLLM's other processes; an earlier engine of this process may have set them
+    os.environ[QUANTIZATION] = FEW_ROWS if few_rows else eight_bits.get("load_format", "")
     if not cuda:
-        settings = settings or DEFAULT
-        # read by the plugin, here and in vLLM's other processes
         os.environ[EAGER] = "0" if settings.compiled else "1"
-        if not eight_bits and not settings.compiled and _is_tried(Path(model)):  # a compiler must see the products
-            os.environ[QUANTIZATION] = FEW_ROWS
     from vllm import AsyncEngineArgs
     from vllm.config.weight_transfer import WeightTransferConfig
     from vllm.usage.usage_lib import UsageContext
 
     register()  # vLLM registers once per process, in which an earlier engine may have had another type
 
-    place = place or Place()
-    host, _, port = place.meeting.rpartition(":")
-    several: dict[str, Any] = {"distributed_executor_backend": "mp"} if pool.gpus_per_replica > 1 else {}
-    if place.meeting:
-        several |= {"nnodes": pool.nodes, "node_rank": place.node, "master_addr": host, "master_port": int(port)}
-    hardware: dict[str, Any] = (
-        {"gpu_memory_utilization": pool.gpu_memory_fraction}
-        if settings is None
-        else {
-            "enforce_eager": not settings.compiled,
-            "kv_cache_dtype": settings.kv_cache,
-            # a single worker inside the engine process: between two processes vLLM waits by spinning, which costs a
-            # core that the worker, other instances and the trainer need
-            "distributed_executor_backend": "uni",
-            "block_size": CPU_BLOCK_SIZE,
-            "kv_cache_memory_bytes": int(pool.kv_cache_gb * 2**30 / pool.gpus_per_replica),  # of each worker
-            # vLLM rewinds a seeded generator after a partial prefill, which torch's CPU generators cannot do
-            "enable_chunked_prefill": False,
-            "max_num_batched_tokens": max(4096, run.model.max_context, pool.max_batch),
-            "compilation_config": {"custom_ops": wrong_kernels(Path(model))},
-            "ir_op_priority": {"rms_norm": [NORMS], "fused_add_rms_norm": [NORMS]} if not settings.compiled else {},
-        }
-    )
-    if not cuda and not eight_bits and _replays(Path(model), settings or DEFAULT, pool):
-        hardware["worker_cls"] = REPLAYING_WORKER
-    # without a context vLLM takes 2048 tokens a step for every GPU; it refuses fewer than sequences
+    # without a context vLLM takes 2048 tokens a step for every GPU
     context = UsageContext.OPENAI_API_SERVER
-    if cuda and pool.max_batch > AsyncEngineArgs.get_batch_defaults(pool.gpus_per_replica)[0].get(context, 0):
-        hardware["max_num_batched_tokens"] = pool.max_batch
-    if os.environ[QUANTIZATION] == FEW_ROWS:
-        hardware["quantization"] = FEW_ROWS
+    arguments = _gpu_arguments(pool, context) if cuda else _cpu_arguments(pool, run, settings, folder)
+    arguments |= _spread_arguments(pool, place)
+    if few_rows:
+        arguments["quantization"] = FEW_ROWS
+    if not cuda and not eight_bits and _replays(folder, settings, pool):
+        arguments["worker_cls"] = REPLAYING_WORKER
     if run.algorithm.router_replay:
-        hardware |= {"enable_return_routed_experts": True} if cuda else CAPTURE_ON_CPU
+        arguments |= {"enable_return_routed_experts": True} if cuda else CAPTURE_ON_CPU
     if (drafts := speculative_config(run.speculation)) is not None:
-        hardware |= {"speculative_config": drafts, "per_request_spec_decode_metrics": "summary"}
+        arguments |= {"speculative_config": drafts, "per_request_spec_decode_metrics": "summary"}
     if (extension := worker_extension(drafts is not None, not run.weights.path.fetched)) is not None:
-        hardware["worker_extension_cls"] = extension
+        arguments["worker_extension_cls"] = extension
     return AsyncEngineArgs(
         model=model,
         dtype=run.model.dtype,
         max_model_len=run.model.max_context,
         max_num_seqs=pool.max_batch,
         tensor_parallel_size=pool.gpus_per_replica,
-        enable_prefix_caching=cuda or not is_recurrent(Path(model)),
+        enable_prefix_caching=cuda or not is_recurrent(folder),
         enable_sleep_mode=takes_turns(cuda, run),
         # log-probabilities of the distribution that is sampled from, after temperature, min-p, top-k and top-p; the
         # trainer's are of the same one (streamrl/training/truncation.py)
         logprobs_mode="processed_logprobs",
         weight_transfer_config=WeightTransferConfig(backend=run.weights.path.engine),
         generation_config="vllm",
-        hf_overrides=overrides(Path(model)) | eight_bits.pop("hf_overrides", {}),
+        hf_overrides=overrides(folder) | eight_bits.pop("hf_overrides", {}),
         seed=run.seed,
-        **(hardware | several | eight_bits),
+        **(arguments | eight_bits),
     ).create_engine_config(context, headless=place.node > 0)
+
+
+def _gpu_arguments(pool: GenerationPool, context: UsageContext) -> dict[str, Any]:
+    """Return vLLM's arguments for an engine on GPUs; `context` chooses its default of tokens a step."""
+    from vllm import AsyncEngineArgs
+
+    arguments: dict[str, Any] = {"gpu_memory_utilization": pool.gpu_memory_fraction}
+    most_tokens = AsyncEngineArgs.get_batch_defaults(pool.gpus_per_replica)[0].get(context, 0)
+    if pool.max_batch > most_tokens:  # vLLM refuses fewer tokens than sequences
+        arguments["max_num_batched_tokens"] = pool.max_batch
+    return arguments
+
+
+def _cpu_arguments(pool: GenerationPool, run: RunConfig, settings: EngineSettings, model: Path) -> dict[str, Any]:
+    """Return vLLM's arguments for an engine on CPUs; `model` is the model's folder."""
+    return {
+        "enforce_eager": not settings.compiled,
+        "kv_cache_dtype": settings.kv_cache,
+        # a single worker inside the engine process: between two processes vLLM waits by spinning, which costs a core
+        # that the worker, other instances and the trainer need
+        "distributed_executor_backend": "uni",
+        "block_size": CPU_BLOCK_SIZE,
+        "kv_cache_memory_bytes": int(pool.kv_cache_gb * 2**30 / pool.gpus_per_replica),  # of each worker
+        # vLLM rewinds a seeded generator after a partial prefill, which torch's CPU generators cannot do
+        "enable_chunked_prefill": False,
+        "max_num_batched_tokens": max(4096, run.model.max_context, pool.max_batch),
+        "compilation_config": {"custom_ops": wrong_kernels(model)},
+        "ir_op_priority": {} if settings.compiled else {"rms_norm": [NORMS], "fused_add_rms_norm": [NORMS]},
+    }
+
+
+def _spread_arguments(pool: GenerationPool, place: Place) -> dict[str, Any]:
+    """Return vLLM's arguments for an instance of several workers, maybe on several nodes; {}: it has one worker."""
+    arguments: dict[str, Any] = {"distributed_executor_backend": "mp"} if pool.gpus_per_replica > 1 else {}
+    if place.meeting:
+        host, _, port = place.meeting.rpartition(":")
+        arguments |= {"nnodes": pool.nodes, "node_rank": place.node, "master_addr": host, "master_port": int(port)}
+    return arguments
 
 
 def eight_bit_arguments(run: RunConfig, pool: GenerationPool) -> dict[str, Any]:
