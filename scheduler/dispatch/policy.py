@@ -34,8 +34,7 @@ ALIKE = 1.25
 measurements of one kind of instance may differ by."""
 
 TokenProgress = Callable[[str], float]
-"""Returns the tokens that a request has produced, those included that it brings to its next instance while it waits; 0
-for one that has none."""
+"""Returns the number of tokens that a request has produced; a waiting one may bring some to its next instance."""
 
 
 @dataclass(frozen=True, slots=True)

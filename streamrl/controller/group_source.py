@@ -42,7 +42,7 @@ class GroupSource:
         """
         self.run, self.source, self.tokenizer = run, source, tokenizer
         self.tokens = PromptTokens(run.model, tokenizer, rows)
-        """Returns the token ids of a prompt."""
+        """Makes a prompt into token ids."""
         self.too_long = 0
         """Number of prompts skipped since the start."""
         self._next_index = 0

@@ -52,8 +52,8 @@ WEIGHTS, SLEEP, RETURN = "weights", "sleep", "return"
 RETURN_S = 300.0
 """Fewest seconds for the service of the trainer's site to restart."""
 LATER = 2
-"""Times the limits of a site's own waits that the controller waits for it: the service replaces an instance that does
-not load a version, or does not leave its device, in time, and the others go on."""
+"""Factor by which the controller waits longer for a site than the site's own limits allow: the service replaces an
+instance that does not load a version, or does not leave its device, in time, and the others go on."""
 FINISH_S = 3.0
 """Seconds for a site to acknowledge that the run is over; a site that does not will notice the silence."""
 BYTES_PER_TOKEN = 12.0

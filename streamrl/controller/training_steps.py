@@ -157,7 +157,7 @@ class TrainingSteps:
             return
         if self._behind and self._between_versions and not self.services.in_state("ready"):
             self._publish_due = self._publish_due or self.step != self._published  # nobody generates until then
-        # where instances take the trainer's devices over with new weights, all that needs those comes before
+        # instances that share the trainer's devices take them over with new weights: what needs the devices comes first
         shared = self.issuer.schedule.exclusive and self._publish_due
         if self._canary_due or (shared and not self._canary_ahead):
             await self.trainers.ask(MeasureCanary())
@@ -231,7 +231,7 @@ class TrainingSteps:
         """Send the micro-batch after the current one, if it is complete, so that ranks pack it meanwhile."""
         limits = self.run.batch.micro_batch_tokens, len(self.trainers.workers)
         if self._behind:
-            return  # the trainer gets to it sooner
+            return  # so that the trainer gets to the push sooner
         if self.trainers.takes_micro_batch and (micro := self.batch.next_micro_batch(*limits)) is not None:
             await self.trainers.train(*micro)
 

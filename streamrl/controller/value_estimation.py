@@ -4,8 +4,8 @@
     full batch, all estimated -> advantages whitened, if wanted -> every update trains on them
 
 The trainer keeps none of them: they are returned to the controller and sent with each micro-batch that trains on them.
-So any rank may train what another has estimated, and statistics over the batch are over all ranks. A request is in
-flight alone, before the step's first micro-batch, so all are by the same weights.
+So any rank may train what another has estimated, and statistics over the batch are over all ranks. Requests are sent
+one at a time, before the step's first micro-batch, so all estimates are by the same weights.
 """
 
 from __future__ import annotations

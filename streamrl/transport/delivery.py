@@ -30,7 +30,7 @@ T = TypeVar("T")
 MOST_PATIENCE_S = SEND_LIMIT_S / 2
 """Most seconds by which a slow link puts off a repeat: what is lost is repeated before a wait for a credit ends."""
 MOST_AHEAD = 1_000_000
-"""Numbers beyond the first that is not committed which a receiver remembers; no sender gets that far."""
+"""How far beyond its first uncommitted number a receiver remembers others; no sender gets that far."""
 
 
 @dataclass
