@@ -162,14 +162,15 @@ class AgentHost:
     async def _attempt(self, order: EpisodeOrder) -> tuple[Episode, bool]:
         """Run an episode once; return it, and whether it is to be run again."""
         limits = SessionLimits(self._max_context, self._max_turns[order.task], rows=self._rows)
-        session = self._endpoint.open(order, limits)
+        session, ended = self._endpoint.open(order, limits), math.inf
         try:
             base_url = f"{self.address}/sessions/{session.id}/v1"
             outcome = await self._workers.run(order, base_url, session.id)
+            ended = outcome.ended
         except Exception as error:
             outcome = EpisodeOutcome(None, Void(VoidCause.CRASH, f"{type(error).__name__}: {error}"))
         finally:
-            await self._endpoint.close(session)
+            await self._endpoint.close(session, ended)
         void = outcome.void
         if outcome.refused and void is not None:
             if session.session.over:  # what the policy did used up context or turns

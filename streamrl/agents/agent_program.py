@@ -17,6 +17,7 @@ import os
 import secrets
 import signal
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -96,7 +97,7 @@ async def play_program(
     errors.started()
     reading: asyncio.Future[Any] = asyncio.gather(printed.keep(output), printed.pass_on(errors))
     reading.add_done_callback(lambda done: done.cancelled() or done.exception())  # told, or cancelled below
-    ended: asyncio.Future[Any] = asyncio.ensure_future(process.wait())
+    ended = asyncio.ensure_future(_exit_of(process))
     try:
         async with asyncio.timeout(limits.episode_s):
             await asyncio.wait({reading, ended}, return_when=asyncio.FIRST_COMPLETED)
@@ -104,7 +105,7 @@ async def play_program(
                 await asyncio.wait({reading}, timeout=LAST_WORDS_S)
             if reading.done():
                 reading.result()
-            code: int = await ended
+            code, at = await ended
     except TimeoutError:
         text = f"the episode took more than {limits.episode_s:g} s, when {command[0]} still ran"
         return _void(VoidCause.TIMEOUT, text)
@@ -126,12 +127,17 @@ async def play_program(
             sockets.cleanup()
     if code:
         void = Void(VoidCause.CRASH, f"{command[0]} ended with {exit_text(code)}")
-        return EpisodeOutcome(None, void, traceback=printed.errors, refused=True)
+        return EpisodeOutcome(None, void, traceback=printed.errors, refused=True, ended=at)
     try:
         reward, metrics = outcome_of(printed.result(command[0]))
     except VoidReward as void:
         return _void(void.cause, text_of(void))
-    return EpisodeOutcome(reward, None, metrics=metrics)
+    return EpisodeOutcome(reward, None, metrics=metrics, ended=at)
+
+
+async def _exit_of(process: asyncio.subprocess.Process) -> tuple[int, float]:
+    """Wait until a process has ended; return its exit code, and when that was: what it has started may live on."""
+    return await process.wait(), time.monotonic()
 
 
 class _TooMuch(Exception):

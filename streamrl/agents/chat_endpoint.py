@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import re
 import secrets
 import select
@@ -59,6 +60,10 @@ HUNG_UP = getattr(select, "POLLRDHUP", 0) | select.POLLHUP | select.POLLERR
 """Events of a connection whose client has closed it; POLLRDHUP, which only Linux has, comes first."""
 UNSEEN = "not trained: its client went away before the answer, and no call asked for it again"
 """Remark of a turn that no agent knows."""
+LATE = "not trained: its answer came after the agent had ended"
+"""Remark of a turn without which the reward was fixed."""
+ABORTED = "aborted: the episode ended before the answer"
+"""Remark of a turn that was still being generated at the end of its episode."""
 
 
 @dataclass(frozen=True)
@@ -92,6 +97,16 @@ class OpenSession:
     """Parameters of which a step says already that they are ignored."""
     unshown: set[str] = field(default_factory=set)
     """Fields of messages of which a step says already that the model is not shown them."""
+    _zero: float = field(default_factory=lambda: time.time() - time.monotonic())
+    """Unix seconds at which `time.monotonic` was 0."""
+
+    def now(self) -> float:
+        """Return unix seconds by a clock that nobody sets meanwhile, so that it tells what came first."""
+        return self.at(time.monotonic())
+
+    def at(self, monotonic: float) -> float:
+        """Return what `now` said, in this process, when `time.monotonic` said something in any of this machine."""
+        return self._zero + monotonic
 
     @contextlib.contextmanager
     def client(self, turn: Turn, request: Request) -> Iterator[None]:
@@ -155,15 +170,24 @@ class ChatEndpoint:
         self.sessions[session.id] = session
         return session
 
-    async def close(self, session: OpenSession) -> None:
-        """Close a session; turns that are still being generated are cancelled, and do not count."""
+    async def close(self, session: OpenSession, ended: float = math.inf) -> None:
+        """Close a session; turns that are still being generated are cancelled, and do not count.
+
+        Args:
+            session: the session.
+            ended: when its agent ended, in seconds of `time.monotonic`: turns that were answered later do not count
+                either.
+        """
         del self.sessions[session.id]
-        for task in session.tasks.values():
-            task.cancel()
+        for turn, task in session.tasks.items():
+            if task.cancel():
+                self._step(session, "agent", f"turn {turn.number} left out", turn.started, ABORTED)
         await asyncio.gather(*session.tasks.values(), return_exceptions=True)
+        late = session.session.end(session.at(ended))
         for turn in session.session.turns:
             if turn.generated is not None and not turn.counts:
-                self._step(session, "agent", f"turn {turn.number} left out", time.time(), UNSEEN)
+                remark = LATE if turn in late else UNSEEN
+                self._step(session, "agent", f"turn {turn.number} left out", time.time(), remark)
 
     def _session(self, request: Request) -> OpenSession:
         scheme, _, key = request.headers.get("authorization", "").partition(" ")
@@ -246,9 +270,11 @@ class ChatEndpoint:
         While too many run, the call waits until one has ended; None: its client went away first.
         """
         while True:
+            if session.id not in self.sessions:  # it was closed while the body came, or another turn was waited for
+                raise _episode_over()
             session.count_clients()
             try:
-                turn, new = session.session.call(call, time.time())
+                turn, new = session.session.call(call, session.now())
                 break
             except TooManyRun:
                 running = [task for task in session.tasks.values() if not task.done()]
@@ -260,8 +286,6 @@ class ChatEndpoint:
                         return None
                 finally:
                     gone.cancel()
-                if session.id not in self.sessions:
-                    raise _episode_over() from None
         if new:
             task = asyncio.create_task(self._run(session, turn), name=turn.order.turn_id)
             task.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody may be waiting for it
@@ -272,7 +296,7 @@ class ChatEndpoint:
         """Have a turn generated, and record what became of it."""
         try:
             generated = await self._generate(turn.order)
-            session.session.finish(turn, generated, time.time())
+            session.session.finish(turn, generated, session.now())
         except BaseException as error:
             session.session.fail(turn)
             if isinstance(error, Exception):
@@ -319,7 +343,7 @@ class ChatEndpoint:
             if gone.done() or _hung_up(request):
                 return False
             finished.result()
-            turn.delivered = True
+            turn.deliver(session.now())
             return True
         finally:
             finished.cancel()
@@ -336,10 +360,10 @@ class ChatEndpoint:
         except CallError as error:
             yield dialect.failure(error)
             return
-        turn.partly = True
+        turn.become_known(session.now())
         for part in dialect.end(turn, self._renderer, body):
             yield part
-        turn.delivered = True
+        turn.deliver(session.now())
 
     def _refused(self, session: OpenSession, error: CallError) -> None:
         if session.calls <= 2 * session.session.limits.max_turns:  # a flood is not recorded to its end

@@ -8,6 +8,7 @@ prompt. A call that does not extend any row begins a new one.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
@@ -163,6 +164,9 @@ class EpisodeOutcome:
     refused: bool = False
     """Whether the agent ended with an error that may be the endpoint's refusal, and does not say so: that of a program,
     or of an HTTP client, which keeps the status alone."""
+    ended: float = field(default_factory=time.monotonic, compare=False)
+    """When the agent ended, in seconds of `time.monotonic`, which all processes of a machine share. What was answered
+    later is not part of the episode."""
 
 
 class EpisodeRunner(Protocol):

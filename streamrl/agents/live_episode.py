@@ -28,6 +28,8 @@ CURRENT: ContextVar[LiveEpisode | None] = ContextVar("episode", default=None)
 """The episode whose agent is running."""
 MOST_DETAIL = 2_000
 """Most characters of a step's detail."""
+LEFT = "not finished when the agent ended"
+"""Detail of the step of a tool that an agent has left running."""
 Given = ParamSpec("Given")
 Computed = TypeVar("Computed")
 
@@ -88,6 +90,11 @@ class LiveEpisode:
         """Stop the times of the episode and its turn."""
         for timer in self._timers.values():
             timer.cancel()
+
+    def note_left(self) -> None:
+        """Record the tools that the agent has left running."""
+        for name, since in self._tools.values():
+            self.step("tool", name, since, LEFT)
 
     def require_own_loop(self, what: str) -> None:
         """Refuse what is done in another event loop, where it would break timers and connections of other episodes.

@@ -9,7 +9,8 @@ a token limit cut, one that came under other tools, and one whose turn the chat 
 A path from the root to a leaf is a row. Turns that are on several paths (a fork: two calls that go on from one
 answer) are trained in the first of these rows; in the others the same tokens are context, with mask 0. So every
 sampled token is trained exactly once, and nothing else is. A turn that no client got any of (it gave up first, and
-nobody called again) is in no row: the agent never saw what its reward would be for.
+nobody called again) is in no row: the agent never saw what its reward would be for. Neither is one of which clients got
+nothing before the agent ended (`end`): its reward was fixed without it.
 
 A call is a retry, and gets the turn that is recorded or still running, if it has the `Idempotency-Key` of an earlier
 one; or the same body, and either no answer to that body was delivered, or it says that it is the k-th retry and attempt
@@ -126,13 +127,23 @@ class Turn:
     """Clients that wait for its answer at this moment."""
     delivered: bool = False
     """Whether a client got its answer."""
-    partly: bool = False
-    """Whether an agent may know its answer all the same: some of it was sent, or a call goes on from it."""
+    known: float | None = None
+    """Unix seconds from which an agent may know its answer: some of it was sent, or a call goes on from it; None: no
+    agent does."""
 
     @property
     def counts(self) -> bool:
         """Whether it is part of the episode: it is finished, and an agent may know its answer."""
-        return self.generated is not None and (self.delivered or self.partly)
+        return self.generated is not None and self.known is not None
+
+    def become_known(self, now: float) -> None:
+        """Note that an agent may know its answer from now on."""
+        self.known = now if self.known is None else self.known
+
+    def deliver(self, now: float) -> None:
+        """Note that a client gets all of its answer."""
+        self.become_known(now)
+        self.delivered = True
 
     @property
     def tokens(self) -> IntArray:
@@ -149,6 +160,8 @@ class _Refusal:
     call: Call
     parent: Turn | None
     """The turn that it would have extended; None: it would have begun a row, or that is not known."""
+    at: float
+    """Unix seconds."""
     goes_on: bool = False
     """Whether a turn with its first message preceded it: others may begin with that message, too."""
 
@@ -218,7 +231,7 @@ class Session:
             self._take(call, known)
             return known, False
         if len(self.turns) >= self.limits.max_turns:
-            self._refuse(NO_TURNS, call, None)
+            self._refuse(NO_TURNS, call, None, now)
             raise CallError(400, NO_TURNS, f"this episode has made its {self.limits.max_turns} turns (max_turns)")
         if sum(turn.generated is None for turn in self.turns) >= self.limits.max_in_flight:
             raise TooManyRun
@@ -228,7 +241,7 @@ class Session:
             text = "the chat template makes no token of the messages: expected messages that it writes"
             raise CallError(400, "invalid_messages", text)
         if length >= self.limits.max_context:
-            self._refuse(NO_ROOM, call, turn.parent)
+            self._refuse(NO_ROOM, call, turn.parent, now)
             raise CallError(
                 400,
                 NO_ROOM,
@@ -241,7 +254,7 @@ class Session:
             raise CallError(400, "unknown_token", text)
         self.turns.append(turn)
         if turn.parent is not None:
-            turn.parent.partly = True
+            turn.parent.become_known(now)
         self._refusals = [refusal for refusal in self._refusals if not refusal.taken_back_by(turn)]
         self._take(call, turn)
         self._numbers += 1
@@ -282,6 +295,23 @@ class Session:
             self._met(call)  # by its earlier attempt it counts already
             self._unmet[call.body, call.attempt] += 1
 
+    def end(self, at: float) -> list[Turn]:
+        """Leave out what came after the end of the agent: answers that became known then, and refusals.
+
+        No call can have gone on from such an answer before, so that the rows of all others stay whole.
+
+        Args:
+            at: when the agent ended, in unix seconds.
+
+        Returns:
+            The turns that are left out.
+        """
+        late = [turn for turn in self.turns if turn.known is not None and turn.known > at]
+        for turn in late:
+            turn.known = None
+        self._refusals = [refusal for refusal in self._refusals if refusal.at <= at]
+        return late
+
     def rows(self) -> list[TrajectoryRow]:
         """Return the rows of all turns that count, in the order in which they begin.
 
@@ -310,11 +340,11 @@ class Session:
                 return [*turn.call.messages, turn.answer]
         return []
 
-    def _refuse(self, code: str, call: Call, parent: Turn | None) -> None:
+    def _refuse(self, code: str, call: Call, parent: Turn | None, now: float) -> None:
         others = [one for one in self._refusals if one.call.body != call.body]
         first = _told(call.messages)[:1]
         goes_on = any(_told(turn.call.messages)[:1] == first for turn in self.turns)
-        self._refusals = [*others, _Refusal(code, call, parent, goes_on)][-MOST_REFUSALS:]
+        self._refusals = [*others, _Refusal(code, call, parent, now, goes_on)][-MOST_REFUSALS:]
 
     def _restored(self, call: Call) -> Call:
         """Put answers back whose reasoning a library has split off or joined anew: they become what was sampled.

@@ -40,6 +40,7 @@ from streamrl.agents.worker_frames import (
     ALIVE_S,
     Begin,
     Blocked,
+    CleanedUp,
     Doing,
     FramePipe,
     GiveUp,
@@ -225,12 +226,20 @@ class AgentWorker:
         episode.begin()
         await _first(playing, episode.over)
         episode.end()
-        outcome = _ended(playing) if episode.void is None else EpisodeOutcome(None, episode.void)
+        void = episode.void
+        if void is None:  # what the agent leaves behind has no part in the episode, and does not hold it up
+            episode.note_left()
+            self._send_outcome(play, replace(_ended(playing), steps=episode.steps))
         spoiled = await self._clean_up(episode, playing)
         episode.pool.shutdown(wait=False, cancel_futures=True)
-        self.pipe.send(Played(api_key=play.api_key, outcome=replace(outcome, steps=episode.steps), spoiled=spoiled))
+        if void is not None:  # now the agent has ended as well, and its steps are known
+            self._send_outcome(play, EpisodeOutcome(None, void, steps=episode.steps))
+        self.pipe.send(CleanedUp(api_key=play.api_key, spoiled=spoiled))
         with contextlib.suppress(Exception):
             await client.close()
+
+    def _send_outcome(self, play: Play, outcome: EpisodeOutcome) -> None:
+        self.pipe.send(Played(api_key=play.api_key, outcome=outcome))
 
     def _has_played(self, api_key: str, playing: asyncio.Task[None]) -> None:
         del self._playing[api_key]

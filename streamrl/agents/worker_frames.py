@@ -69,10 +69,16 @@ class Doing(_Frame, frozen=True, kw_only=True):
 
 
 class Played(_Frame, frozen=True, kw_only=True):
-    """The outcome of an episode."""
+    """The outcome of an episode, sent when its agent has ended; `CleanedUp` follows."""
 
     api_key: str
     outcome: EpisodeOutcome
+
+
+class CleanedUp(_Frame, frozen=True, kw_only=True):
+    """What an agent has left behind has ended, or never will; the last frame of its episode."""
+
+    api_key: str
     spoiled: str
     """Why the worker should get no further episodes: it keeps threads or coroutines that do not end; '': it should."""
 
@@ -88,7 +94,7 @@ class Blocked(_Frame, frozen=True, kw_only=True):
 
 
 ToWorker = Begin | Play | GiveUp
-FromWorker = Ready | WorkerAlive | Doing | Played | Blocked
+FromWorker = Ready | WorkerAlive | Doing | Played | CleanedUp | Blocked
 TO_WORKER: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker)
 FROM_WORKER: msgspec.msgpack.Decoder[FromWorker] = msgspec.msgpack.Decoder(FromWorker)
 ALIVE_S = 1.0

@@ -14,6 +14,7 @@ from streamrl.agents.episode import EpisodeOutcome
 from streamrl.agents.worker_frames import (
     MARK,
     Blocked,
+    CleanedUp,
     Doing,
     FromWorker,
     GiveUp,
@@ -55,7 +56,7 @@ class WorkerProcess:
         self.problem = self.how = ""
         self.silent_s = 0.0
         self.playing: dict[str, tuple[Play, asyncio.Future[EpisodeOutcome]]] = {}
-        """Episodes that it plays, by the key of their session."""
+        """Episodes that it plays, or whose agents have left behind what it still ends, by the key of their session."""
         self.doing: dict[str, AgentWait] = {}
         """Tools that some of them wait for, likewise."""
         self._suspects = suspects
@@ -85,12 +86,8 @@ class WorkerProcess:
             return await future
         except asyncio.CancelledError:
             self.send(GiveUp(api_key=play.api_key))
+            self._forget(play.api_key)
             raise
-        finally:
-            self.playing.pop(play.api_key, None)
-            self.doing.pop(play.api_key, None)
-            if not self.playing:
-                self.idle.set()
 
     def kill(self, how: str, cause: VoidCause = VoidCause.CRASH) -> None:
         """Kill the process and all that it has started."""
@@ -113,8 +110,17 @@ class WorkerProcess:
         for play, future in list(self.playing.values()):
             if not future.done():
                 future.set_result(self._outcome_of_death(play))
-        for event in (self.ready, self.no_more):
+        for key in list(self.playing):
+            self._forget(key)
+        for event in (self.ready, self.no_more, self.idle):
             event.set()
+
+    def _forget(self, api_key: str) -> None:
+        """Forget an episode of which nothing is left in the process, or nobody cares."""
+        self.playing.pop(api_key, None)
+        self.doing.pop(api_key, None)
+        if not self.playing:
+            self.idle.set()
 
     async def _take_all(self) -> None:
         try:
@@ -130,17 +136,20 @@ class WorkerProcess:
                 self.problem = frame.problem
                 self.ready.set()
             case Doing():
-                if frame.tools and frame.api_key in self.playing:
-                    play, _ = self.playing[frame.api_key]
-                    self.doing[frame.api_key] = AgentWait(play.order.sample_id, frame.tools, frame.since)
+                played = self.playing.get(frame.api_key)
+                if frame.tools and played is not None and not played[1].done():
+                    self.doing[frame.api_key] = AgentWait(played[0].order.sample_id, frame.tools, frame.since)
                 else:
                     self.doing.pop(frame.api_key, None)
             case Played():
+                self.doing.pop(frame.api_key, None)
+                if frame.api_key in self.playing and not (future := self.playing[frame.api_key][1]).done():
+                    future.set_result(frame.outcome)
+            case CleanedUp():
                 if frame.spoiled:
                     self.how = frame.spoiled
                     self.no_more.set()
-                if frame.api_key in self.playing and not (future := self.playing[frame.api_key][1]).done():
-                    future.set_result(frame.outcome)
+                self._forget(frame.api_key)
             case Blocked():
                 self._blocked = frame
                 self.kill(f"blocked for {frame.seconds:.0f} s at {frame.where}", VoidCause.TIMEOUT)

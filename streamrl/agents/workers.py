@@ -177,7 +177,9 @@ class EpisodeWorkers:
             except RunFailed as error:
                 return void_outcome(VoidCause.ENVIRONMENT, str(error))
             try:
-                return await worker.play(play)
+                outcome = await worker.play(play)
+                await worker.idle.wait()  # the agent may have left behind what has to be ended in good order
+                return outcome
             finally:
                 worker.kill("it was for one episode")
                 await worker.has_ended()

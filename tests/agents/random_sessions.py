@@ -127,7 +127,7 @@ def body_of(messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> byte
 
 
 def play(tokenizer: Any, renderer: ChatRenderer, seed: int, turns: int = 7) -> Played:
-    """Play one random session and reconstruct it on the way."""
+    """Play one random session and reconstruct it on the way; turn n is answered at second n."""
     rng = random.Random(seed)
     generate = sampler(tokenizer, rng)
     played = Played(Session(EpisodeOrder(f"s{seed}", "g", "t", {}, seed, None), renderer, LIMITS))
@@ -149,8 +149,9 @@ def play(tokenizer: Any, renderer: ChatRenderer, seed: int, turns: int = 7) -> P
             if rng.random() < 0.1:
                 messages += [_message(rng, "assistant"), _message(rng, "user")]
         call = Call(messages, tools, body_of(messages, tools), attempt=int(rng.random() < 0.1))
+        now = float(len(finished))
         try:
-            begun, new = played.session.call(call, 0.0)
+            begun, new = played.session.call(call, now)
         except CallError as refused:
             assert refused.code == "context_length_exceeded"
             break
@@ -158,12 +159,12 @@ def play(tokenizer: Any, renderer: ChatRenderer, seed: int, turns: int = 7) -> P
             assert begun.call.body == call.body
             continue
         generated = generate(begun.order)
-        played.session.finish(begun, generated, 1.0)
-        begun.delivered = True
+        played.session.finish(begun, generated, now)
+        begun.deliver(now)
         expect(tokenizer, played, begun, generated)
         if rng.random() < 0.1:  # the answer is asked for again
             again = Call(messages, tools, call.body, attempt=call.attempt + 1)
-            assert played.session.call(again, 2.0) == (begun, False)
+            assert played.session.call(again, now) == (begun, False)
     return played
 
 

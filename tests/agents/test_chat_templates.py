@@ -108,7 +108,7 @@ class Conversation:
         self.session.finish(
             turn, GeneratedTurn(ids, zeros.astype(np.float32), zeros.astype(np.int32), "stop", text), 1.0
         )
-        turn.delivered = True
+        turn.deliver(1.0)
         self.messages.append(turn.answer)
         return turn
 

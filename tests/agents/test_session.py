@@ -37,7 +37,13 @@ def answered(of: Session, asked: Call, text: str = "12", reason: Any = "stop") -
         np.asarray(ids, np.int32), np.full(size, -1.0, np.float32), np.full(size, 3, np.int32), reason, text
     )
     of.finish(turn, generated, 2.0)
-    turn.delivered = True
+    turn.deliver(2.0)
+    return turn
+
+
+def lose(turn: Turn) -> Turn:
+    """Let no client have got the answer of a turn."""
+    turn.delivered, turn.known = False, None
     return turn
 
 
@@ -150,7 +156,7 @@ SPELLINGS = ("<think>\na\n</think>\n\nyes", "<think>a</think>yes", "<think>a</th
 def test_an_answer_that_comes_back_as_it_was_sampled_is_no_other_one(sent: int, reason: str) -> None:
     here = session()
     turns = [answered(here, call(USER), text, reason) for text in SPELLINGS]
-    turns[sent].delivered = False  # it comes back, so somebody knows it
+    lose(turns[sent])  # it comes back, so somebody knows it
     later = answered(here, call(USER, turns[sent].answer, MORE))
     assert later.call.messages[1] == turns[sent].answer
     assert later.parent is (turns[sent] if reason == "stop" else None)
@@ -168,7 +174,7 @@ def test_an_answer_whose_reasoning_was_split_off_is_the_one_with_its_line_breaks
 def test_an_answer_with_line_breaks_of_no_sample_is_the_first_that_a_client_got() -> None:
     here = session()
     turns = [answered(here, call(USER), text) for text in SPELLINGS]
-    turns[0].delivered = False
+    lose(turns[0])
     changed = {"role": "assistant", "content": "<think>\n\na</think>\n\n\nyes"}
     assert answered(here, call(USER, changed, MORE)).parent is turns[1]
 
@@ -236,7 +242,7 @@ def test_the_same_call_again_is_a_new_sample_unless_it_is_a_retry() -> None:
 def test_an_answer_that_nobody_got_is_given_to_the_same_call_again() -> None:
     here = session()
     lost = answered(here, call(USER))
-    lost.delivered = False
+    lose(lost)
     assert here.call(call(USER), 1.0) == (lost, False)
     lost.clients = 1  # somebody waits for it: the second call wants a sample of its own
     assert here.call(call(USER), 1.0)[1]
@@ -246,7 +252,7 @@ def test_a_call_that_joined_a_turn_by_its_body_is_known_by_its_own_key_from_then
     here = session()
     lost, _ = here.call(call(USER, idempotency_key="k1"), 1.0)  # whose client goes away
     assert here.call(call(USER, idempotency_key="k2"), 1.0) == (lost, False)
-    lost.delivered = True  # and lost on its way
+    lost.deliver(2.0)  # and lost on its way
     assert here.call(call(USER, idempotency_key="k2"), 1.0) == (lost, False)
     with pytest.raises(CallError, match="Idempotency-Key"):
         here.call(call(MORE, idempotency_key="k2"), 1.0)
@@ -325,9 +331,9 @@ def test_a_call_that_fails_leaves_one_retry_however_many_of_its_attempts_waited(
 def test_a_retry_gets_the_answer_that_nobody_got_before_one_that_somebody_got() -> None:
     here = session()
     lost, got = answered(here, call(USER)), answered(here, call(USER))
-    lost.delivered = False
+    lose(lost)
     assert here.call(call(USER, attempt=1), 1.0) == (lost, False)
-    lost.delivered = True
+    lost.deliver(2.0)
     assert here.call(call(USER, attempt=1), 1.0) == (got, False)
 
 
@@ -340,7 +346,7 @@ def test_a_turn_that_failed_leaves_nothing_and_no_id_is_used_twice() -> None:
     for attempt in range(1, 5):
         kept, new = here.call(call(MORE), 1.0)
         failed, _ = here.call(call(USER, attempt=attempt), 1.0)
-        kept.delivered = True
+        kept.deliver(2.0)
         here.fail(failed)
         assert new
         ids |= {kept.order.turn_id, failed.order.turn_id}

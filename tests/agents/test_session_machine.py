@@ -5,6 +5,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from random import Random
+
 from streamrl.agents.rendering import ChatRenderer
 from streamrl.rollouts.types import IntArray
 from tests.agents.random_sessions import SYSTEM, play, same_rows, small_tokenizer
@@ -20,6 +23,10 @@ def test_every_trained_token_was_sampled_and_every_other_one_rendered() -> None:
         played = play(tokenizer, renderer, seed)
         rows = played.session.rows()
         assert same_rows(rows, played.rows()), seed
+        before_the_end = Random(seed).randrange(len(played.turns) + 1)
+        of_whole = list(played.session.turns)
+        assert played.session.end(before_the_end - 0.5) == of_whole[before_the_end:]
+        assert same_rows(played.session.rows(), replace(played, turns=played.turns[:before_the_end]).rows()), seed
         trained = [pair for row in rows for pair in pairs(row.tokens[row.sampled], row.versions[row.sampled])]
         of_turns = [pair for turn in played.turns for pair in pairs(turn.generated.tokens, turn.generated.versions)]
         assert sorted(trained) == sorted(of_turns)  # each sampled token is trained exactly once

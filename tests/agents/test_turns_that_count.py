@@ -23,7 +23,7 @@ from streamrl.agents.session import CallError, Session
 from streamrl.config.run import RunConfig
 from streamrl.rollouts.void import Void, VoidCause
 from tests.agents.test_agent_host import ORDER, TOKENIZER, USER, Model, call, hosting, over_http, play, until
-from tests.agents.test_session import MORE, answered, session
+from tests.agents.test_session import MORE, answered, lose, session
 from tests.agents.test_session import call as asked
 from tests.waiting import scaled
 
@@ -44,20 +44,20 @@ def test_a_turn_that_nobody_got_is_in_no_row_and_is_not_the_conversation() -> No
     here = session()
     got = answered(here, asked(USER))
     lost = answered(here, asked(MORE), reason="length")
-    lost.delivered = False
+    lose(lost)
     (row,) = here.rows()
     assert row.tokens.tolist() == got.tokens.tolist()
     assert here.conversation() == [USER, got.answer] and not here.cut
-    lost.partly = True  # a stream that ended early
+    lost.become_known(2.0)  # a stream that ended early
     assert len(here.rows()) == 2 and here.cut
 
 
 def test_a_turn_that_a_call_goes_on_from_counts_however_its_answer_came_to_be_known() -> None:
     here = session()
     first = answered(here, asked(USER))
-    first.delivered = False
+    lose(first)
     second = answered(here, asked(USER, first.answer, MORE))
-    second.delivered = False
+    lose(second)
     (row,) = here.rows()
     assert row.tokens.tolist() == first.tokens.tolist()
 
@@ -65,7 +65,7 @@ def test_a_turn_that_a_call_goes_on_from_counts_however_its_answer_came_to_be_kn
 def test_a_turn_that_nobody_got_leaves_its_row_to_the_next_one() -> None:
     here = session()
     first = answered(here, asked(USER))
-    answered(here, asked(USER, first.answer, MORE)).delivered = False
+    lose(answered(here, asked(USER, first.answer, MORE)))
     again = answered(here, asked(USER, first.answer, {"role": "user", "content": "Why?"}))
     (row,) = here.rows()
     assert row.tokens.tolist() == again.tokens.tolist()
@@ -82,7 +82,7 @@ def test_a_call_goes_on_from_the_answer_that_a_client_got_and_not_from_an_equal_
     for turn in reversed(begun):
         here.finish(turn, generated(-0.1 * (1 + turn.number)), 2.0)
     for turn in begun[got:]:
-        turn.delivered = True
+        turn.deliver(2.0)
     known = asked(USER, begun[0].answer, MORE)
     if tokens:
         known = replace(known, messages=[], prompt_tokens=np.append(begun[0].tokens, begun[0].tokens[:1]))
@@ -94,7 +94,7 @@ def test_a_call_goes_on_from_the_answer_that_a_client_got_and_not_from_an_equal_
 def test_a_call_goes_on_from_an_answer_that_nobody_got_if_there_is_no_equal_one() -> None:
     here = session()
     lost = answered(here, asked(USER))
-    lost.delivered = False
+    lose(lost)
     assert answered(here, asked(USER, lost.answer, MORE)).parent is lost and lost.counts
 
 
@@ -270,8 +270,7 @@ def test_an_answer_is_not_delivered_to_a_client_that_goes_away_as_it_is_finished
     async def gone() -> dict[str, str]:
         return {"type": "http.disconnect"}
 
-    turn = answered(session(), asked(USER))
-    turn.delivered = False
+    turn = lose(answered(session(), asked(USER)))
     endpoint: Any = SimpleNamespace(_finished=at_once)
     request: Any = SimpleNamespace(receive=gone)
     open_session = OpenSession("", session(), 0.0)
@@ -287,8 +286,7 @@ def test_an_answer_is_not_delivered_to_a_client_whose_end_the_event_loop_has_not
         return await asyncio.Event().wait() and {}
 
     def delivered() -> bool:
-        turn = answered(session(), asked(USER))
-        turn.delivered = False
+        turn = lose(answered(session(), asked(USER)))
         endpoint: Any = SimpleNamespace(_finished=at_once)
         request: Any = SimpleNamespace(receive=silence, scope={"state": {TRANSPORT: transport}})
         told = asyncio.run(ChatEndpoint._wait_for(endpoint, OpenSession("", session(), 0.0), turn, request))
@@ -340,12 +338,11 @@ def test_a_retry_that_is_read_together_with_the_end_of_the_call_that_it_repeats_
 
 @pytest.mark.parametrize(("parts", "known"), [(1, False), (2, True), (3, True)])
 def test_an_answer_counts_from_the_first_part_of_a_stream_that_has_some_of_it(parts: int, known: bool) -> None:
-    turn = answered(session(), asked(USER))
-    turn.delivered = False
+    turn = lose(answered(session(), asked(USER)))
 
     async def read() -> None:
         dialect: Any = SimpleNamespace(begin=lambda turn: ["begin"], end=lambda turn, renderer, body: ["12", "end"])
-        open_session: Any = SimpleNamespace(tasks={turn: asyncio.ensure_future(at_once())})
+        open_session = OpenSession("", session(), 0.0, tasks={turn: asyncio.ensure_future(at_once())})
         endpoint: Any = SimpleNamespace(_finished=at_once, _renderer=None)
         stream: Any = ChatEndpoint._stream(endpoint, open_session, turn, dialect, {})
         for _ in range(parts):

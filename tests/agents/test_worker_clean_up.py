@@ -10,7 +10,7 @@ import pytest
 from streamrl.rollouts.void import VoidCause
 from streamrl.runtime.processes import is_alive
 from tests.agents.test_workers import agent, order, play, started
-from tests.waiting import scaled
+from tests.waiting import scaled, until
 
 AGENTS = """
 import asyncio, os, subprocess, sys
@@ -39,7 +39,7 @@ async def run(task, client):
         if task["dies"]: os._exit(3)
         return 1.0
     if task["prompt"] == "leaves a task that swallows a cancellation":
-        sys.modules["__main__"].UNWIND_S = 3600.0  # of the worker: its outcome does not wait for that
+        sys.modules["__main__"].UNWIND_S = 3600.0  # of the worker: the second cancellation does not wait for that
         task["left"] = asyncio.create_task(swallow())
         await asyncio.sleep(0)
         return 1.0
@@ -69,14 +69,15 @@ def test_a_cancelled_agent_may_take_its_time_to_end_what_it_has_begun() -> None:
     asyncio.run(scenario())
 
 
-def test_a_task_that_swallows_a_cancellation_does_not_hold_back_the_outcome_of_its_agent(tmp_path: Path) -> None:
+def test_a_task_that_swallows_a_cancellation_is_cancelled_again_and_the_log_says_so(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with started(log=tmp_path / "log") as owner:
             playing = play(owner, None, order("leaves a task that swallows a cancellation", "one"))
             assert (await asyncio.wait_for(playing, scaled(30))).reward == 1.0
+            told = " s for the end of 1 coroutines and 0 calls in threads"
+            await until(lambda: told in (tmp_path / "log").read_text())
 
     asyncio.run(scenario())
-    assert " s for the end of 1 coroutines and 0 calls in threads" in (tmp_path / "log").read_text()
 
 
 @pytest.mark.parametrize("dies", [True, False])

@@ -565,7 +565,7 @@ def test_what_an_agent_leaves_behind_is_cancelled_and_so_is_an_episode_that_nobo
     async def scenario() -> None:
         async with started() as owner:
             assert (await play(owner, None, order("leaves a task behind"))).reward == 1.0
-            assert Path("left").exists()
+            await until(lambda: Path("left").exists(), 10)
             forgotten = play(owner, None, order("waits for ever"))
             await asyncio.sleep(0)
             assert (await play(owner, None, order("mapping"))).reward == 2.0  # so the other has begun
