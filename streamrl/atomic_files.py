@@ -7,7 +7,7 @@ import json
 import os
 import re
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +54,22 @@ def remove_left(folder: Path, replaced: Callable[[str], bool]) -> None:
     for path in folder.glob(".*"):
         if (found := TEMPORARY.fullmatch(path.name)) and replaced(found[1]):
             path.unlink(missing_ok=True)
+
+
+def overwrite(path: Path, texts: Iterable[bytes]) -> None:
+    """Write the first of some texts that fits in place of a file's content, with blanks after it; else nothing.
+
+    A full disk allows that: the file keeps its blocks. It is written at once, and of the same length, so that readers
+    see no half of it. Without a file nothing is written.
+    """
+    with contextlib.suppress(OSError):
+        file = os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            room = os.fstat(file).st_size
+            if (text := next((one for one in texts if len(one) <= room), None)) is not None:
+                os.pwrite(file, text.ljust(room), 0)
+        finally:
+            os.close(file)
 
 
 def replace_text(path: Path, text: str, *, lasting: bool = False) -> None:

@@ -101,7 +101,7 @@ class Place:
         """What `streamrl launch --dry-run` prints to stderr."""
         return self.say("launch", "--cluster", "cluster.yaml", "--run", "run.yaml", "--dry-run", *arguments, code=code)
 
-    def supervise(self, scripts: dict[str, str], code: int = 1, **run: Any) -> str:
+    def supervise(self, scripts: dict[str, str], *options: str, code: int = 1, **run: Any) -> str:
         """What a launch prints, all of it, whose processes are scripts; it fails, or is interrupted."""
         self.write_run(**run)
 
@@ -115,7 +115,7 @@ class Place:
         self.monkeypatch.setattr(supervisor, "write_report", lambda run_dir: None)
         self.capfd.readouterr()
         command = ("launch", "--cluster", "cluster.yaml", "--run", "run.yaml", "--plain")
-        assert streamrl(self.monkeypatch, *command) == code
+        assert streamrl(self.monkeypatch, *command, *options) == code
         printed = self.capfd.readouterr()
         return printed.out + printed.err
 

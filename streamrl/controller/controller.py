@@ -174,7 +174,7 @@ class Controller:
             await self._close("interrupted")
             raise
         except BaseException as error:
-            if is_final(error):
+            if is_final(error) or self.telemetry.state == "done":
                 await self._close("failed", str(error))
             else:  # its launcher starts it again, and sites that have been told of an end do not come back
                 self.telemetry.close("starting")
@@ -186,9 +186,13 @@ class Controller:
             await self.hub.close()
 
     async def _close(self, state: str, error: str | None = None) -> None:
-        """Write the last status, and notify the sites that have launchers of their own."""
-        self.telemetry.close(state, error)
-        await self.services.finish(state, error)
+        """Write the last status, and notify the sites that have launchers of their own.
+
+        A run that is done stays so, whatever happens while the sites are notified.
+        """
+        if self.telemetry.state != "done":
+            self.telemetry.close(state, error)
+        await self.services.finish(self.telemetry.state, self.telemetry.error)
 
     async def _start(self) -> None:
         """Wait for all processes and restore the run's position; publishing the first weights is then due."""

@@ -15,6 +15,7 @@ from streamrl.launcher.site_setup import Share
 from streamrl.launcher.started_process import KILL_S, RunProcess
 from streamrl.run_dir import layout
 from streamrl.run_dir.instance_files import StartedProcess, WantedInstance, read_wanted, write_started
+from streamrl.run_dir.site_status import read_site
 from streamrl.run_dir.start_stages import say
 from streamrl.run_dir.status import FINAL_STATES, read_status
 from streamrl.runtime.process_plan import ON_RAY, ProcessSpec
@@ -88,29 +89,40 @@ class ProcessGroup:
 
         Once the run is done, no process is needed any more. If it failed, one that died may be why.
         """
-        if process.exit_code is None or (process.exit_code == 0 and process is self.first):
+        if process.exit_code is None or (process is self.first and self._has_stopped()):
             return False
-        state = self._state()
+        state = self.state
         return state != "done" and (process.exit_code != 0 or state not in FINAL_STATES)
 
-    def _state(self) -> str:
-        """Return the state that the controller has written last; '': none."""
+    def _has_stopped(self) -> bool:
+        """Whether a controller has ended well: when the run is over, or as it was told to.
+
+        A service ends in the same way when a signal stops it, and the run then goes on without its site.
+        """
+        return self.first.exit_code == 0 and self.share.trains
+
+    @property
+    def state(self) -> str:
+        """State of the run as last recorded here: by the controller, elsewhere by the site's service; '': none."""
         try:
-            return read_status(self.share.run_dir).state
-        except UserError:
+            if self.share.trains:
+                return read_status(self.share.run_dir).state
+            return "" if (site := read_site(self.share.run_dir)) is None else site.state
+        except (OSError, UserError):
             return ""
 
     def _is_over(self) -> bool:
         """Whether the controller has ended the run; services of other sites, which it tells, may end before it."""
-        return self._state() in FINAL_STATES
+        return self.state in FINAL_STATES
 
     def has_ended(self) -> bool:
         """Whether the first process has ended, well or after it had recorded how the run ended.
 
         Not if a process has died for good: that tells more.
         """
-        code = self.first.exit_code
-        return code == 0 or (code is not None and self._is_over() and not self.dead)
+        if self.first.exit_code is None:
+            return False
+        return self._has_stopped() or (self._is_over() and not self.dead)
 
     def _is_final(self, process: RunProcess) -> bool:
         return process.is_final or self._due.get(process.spec.name, 0.0) is None

@@ -128,9 +128,11 @@ def run(
             family.stop()
             if isinstance(error, Exception) and not isinstance(error, Interrupted | FolderGone) and _is_gone(held):
                 raise _gone(held) from error
-            if share.trains and not held.is_gone:
+            is_done = not held.is_gone and family.state == "done"  # which nothing that comes later changes
+            if share.trains and not held.is_gone and not is_done:
                 _final_state(run_dir, "interrupted" if isinstance(error, Interrupted) else "failed", error, started)
-            raise
+            if not (is_done and isinstance(error, Interrupted)):
+                raise
         finally:
             family.stop()
             if share.trains and not held.is_gone:
@@ -165,7 +167,7 @@ def _watch(
             raise _gone(held)
         if family.has_ended():
             view.refresh()
-            return _check_end(share)
+            return _check_end(share, family)
         if share.network is not None:
             share.network.check()
         family.reconcile()
@@ -178,7 +180,7 @@ def _watch(
         if family.dead:
             time.sleep(SETTLE_S)
             if family.has_ended():
-                return _check_end(share)
+                return _check_end(share, family)
             if not (dead := family.dead):  # the controller has ended the run meanwhile
                 continue
             culprit = next((p for p in dead if p.is_root_cause), dead[0])
@@ -240,14 +242,16 @@ def _metrics(share: Share) -> Iterator[str]:
         yield address
 
 
-def _check_end(share: Share) -> None:
+def _check_end(share: Share, family: ProcessGroup) -> None:
     """Check that the run is done: a controller stopped from outside exits cleanly although the run is not.
 
-    One that hung or died after it had recorded the run's end may have recorded an error.
+    One that hung or died after it had recorded the run's end may have recorded an error; a service records none.
 
     Raises:
         RunFailed: the run is not done.
     """
+    if not share.trains and (state := family.state) != "done":
+        raise RunFailed(f"the run has ended: {state} at its trainer's site")
     if share.trains and (status := read_status(share.run_dir)).state != "done":
         if status.error:
             raise RunFailed(status.error + _how_to_resume(share, _to_mend(status.error)))

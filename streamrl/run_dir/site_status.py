@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import time
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 
 from pydantic import Field, ValidationError
 
-from streamrl.atomic_files import replace_json
+from streamrl.atomic_files import overwrite, replace_json
 from streamrl.plain_files import read_plain
 from streamrl.run_dir import layout
 from streamrl.run_dir.jsonl import finite
@@ -85,6 +86,19 @@ def write_site(run_dir: Path, values: dict[str, Any]) -> None:
     clean = finite(values)
     SiteStatus.model_validate(clean)
     replace_json(run_dir / layout.SITE_STATUS, clean)
+
+
+def write_site_end(run_dir: Path, values: dict[str, Any]) -> None:
+    """Replace the file by the last state, by which the launcher knows that the site has ended.
+
+    On a full disk it is written in place of the old one, if need be without what it says of instances and samples.
+    """
+    try:
+        write_site(run_dir, values)
+    except OSError:
+        least = starting(values["site"]) | {"updated_at": round(values["updated_at"]), "state": values["state"]}
+        texts = ({**finite(values), "instances": {}}, least)
+        overwrite(run_dir / layout.SITE_STATUS, (json.dumps(one).encode() for one in texts))
 
 
 def starting(site: str) -> dict[str, Any]:

@@ -10,12 +10,13 @@ import contextlib
 import json
 import os
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from streamrl.atomic_files import replace_json
+from streamrl.atomic_files import overwrite, replace_json
 from streamrl.errors import UserError, as_typed
 from streamrl.plain_files import read_plain
 from streamrl.run_dir import layout
@@ -382,16 +383,14 @@ def overwrite_status(run_dir: Path, status: dict[str, Any]) -> None:
     It fits into the blocks that the file has: the end of a long error is cut off. Without a file nothing is written.
     """
     kept = {key: item for key, item in finite(status).items() if key in KEPT}
-    with contextlib.suppress(OSError):
-        file = os.open(run_dir / layout.STATUS, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        try:
-            room = os.fstat(file).st_size
-            while len(text := json.dumps(kept).encode()) > room and kept["error"]:
-                kept["error"] = kept["error"][: len(kept["error"]) // 2]
-            if len(text) <= room:
-                os.pwrite(file, text.ljust(room), 0)  # at once, and of the same length: readers see no half of it
-        finally:
-            os.close(file)
+
+    def shorter_and_shorter() -> Iterator[bytes]:
+        yield json.dumps(kept).encode()
+        while kept["error"]:
+            kept["error"] = kept["error"][: len(kept["error"]) // 2]
+            yield json.dumps(kept).encode()
+
+    overwrite(run_dir / layout.STATUS, shorter_and_shorter())
 
 
 def touch_status(run_dir: Path) -> None:

@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
-from unittest.mock import Mock
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 
@@ -362,3 +362,34 @@ def test_the_limit_of_a_call_is_no_limit_of_the_lengths_of_episodes(tmp_path: Pa
         edges = controller.audit.end_step(1).edges
         assert edges[-1] == (controller.config.model.max_context if agents else 64 + 1)
     assert has_limit(edges) is not agents
+
+
+async def stands_still() -> None:
+    await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize("how", ["stopped", "error"])
+def test_a_run_that_is_done_stays_so_while_the_sites_are_told(
+    controller: Controller, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    told: list[str] = []
+
+    async def play() -> None:
+        async def finish(state: str, error: str | None) -> None:
+            told.append(state)
+            if len(told) > 1:
+                return
+            if how == "error":
+                raise RunFailed("no room")
+            running.cancel()
+            await stands_still()
+
+        monkeypatch.setattr(controller.services, "finish", finish)
+        monkeypatch.setattr(controller, "_start", AsyncMock())
+        monkeypatch.setattr(controller, "_done", lambda: True)
+        running = asyncio.ensure_future(controller.run())
+        await asyncio.gather(running, return_exceptions=True)
+
+    asyncio.run(play())
+    status = read_status(controller.context.run_dir)
+    assert (status.state, status.error, told) == ("done", None, ["done", "done"])

@@ -31,6 +31,7 @@ from streamrl.run_dir.instance_files import (
     write_started,
     write_wanted,
 )
+from streamrl.run_dir.site_status import starting, write_site
 from streamrl.run_dir.status import write_status
 from streamrl.runtime.process_plan import ProcessSpec, Role
 from streamrl.runtime.processes import is_alive, this_host
@@ -53,6 +54,7 @@ class Share:
     run: RunConfig = field(default_factory=lambda: RunConfig.model_validate({"recovery": QUICKLY}))
     env: dict[str, str] = field(default_factory=dict)
     hosts: dict[str, Any] = field(default_factory=dict)
+    trains: bool = True
 
     def place(self, check_stop: Callable[[], None]) -> None:
         """All of it is here."""
@@ -75,9 +77,9 @@ class Share:
 def families() -> Iterator[Callable[..., ProcessGroup]]:
     made: list[ProcessGroup] = []
 
-    def make(folder: Path, *specs: ProcessSpec) -> ProcessGroup:
+    def make(folder: Path, *specs: ProcessSpec, trains: bool = True) -> ProcessGroup:
         (folder / "logs").mkdir(exist_ok=True)
-        family = ProcessGroup(Share(folder, list(specs)), resume=False)  # type: ignore[arg-type]
+        family = ProcessGroup(Share(folder, list(specs), trains=trains), resume=False)  # type: ignore[arg-type]
         made.append(family)
         family.start()
         return family
@@ -105,6 +107,10 @@ def alive(folder: Path) -> dict[str, tuple[int, int]]:
 
 def end_run(folder: Path, state: str) -> None:
     write_status(folder, {"run": "r", "state": state, "step": 1, "steps": 1, "started_at": 1.0, "updated_at": 1.0})
+
+
+def end_site(folder: Path, state: str) -> None:
+    write_site(folder, {**starting("here"), "state": state})
 
 
 CORE = [spec("controller", "controller"), spec("trainer", "trainer"), spec("service-here", "service")]
@@ -217,6 +223,34 @@ def test_nothing_is_started_again_once_the_controller_has_ended_the_run(
     wait_for(lambda: process.exit_code is not None, 20)
     assert bool(family.revive()) == (state == "running") and family.dead == []
     assert family.has_ended() == (victim == "controller" and state != "running")
+
+
+@pytest.mark.parametrize("state", ["serving", "done", "failed"])
+@pytest.mark.parametrize("code", [SLEEPS, "pass"])
+def test_a_site_that_generates_ends_with_what_its_service_has_recorded(
+    tmp_path: Path, families: Callable[..., ProcessGroup], code: str, state: str
+) -> None:
+    """A service that a signal stops ends as well as one that is done."""
+    family = families(tmp_path, spec("service-here", "service", code), trains=False)
+    end_site(tmp_path, state)
+    if code == SLEEPS:
+        os.kill(family.first.pid, signal.SIGKILL)
+    wait_for(lambda: family.first.exit_code is not None, 20)
+    killed = "was killed by SIGKILL (out of memory, or somebody's kill -9; see docs: E1006)"
+    how = killed if code == SLEEPS else "ended with exit code 0"
+    assert family.has_ended() == (state != "serving")
+    told = family.revive()
+    assert told == ([f"service-here {how}; it is started again"] if state == "serving" else [])
+    assert family.dead == []
+
+
+def test_a_site_whose_service_is_stopped_again_and_again_has_not_ended_well(
+    tmp_path: Path, families: Callable[..., ProcessGroup]
+) -> None:
+    end_site(tmp_path, "serving")
+    family = families(tmp_path, spec("service-here", "service", "pass"), trains=False)
+    until(lambda: family.dead, family)
+    assert not family.has_ended()
 
 
 @pytest.mark.parametrize("state", ["done", "failed"])

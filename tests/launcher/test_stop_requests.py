@@ -24,6 +24,7 @@ import pytest
 from streamrl.cli import chaos
 from streamrl.launcher import preflight, site_setup, supervisor
 from streamrl.report.live_view import LiveView
+from streamrl.run_dir.site_status import starting, write_site
 from streamrl.run_dir.status import read_status, write_status
 from streamrl.runtime.stop_signals import on_stop
 from tests.cli.calling import streamrl
@@ -229,6 +230,25 @@ def test_a_controller_that_dies_after_it_has_recorded_the_end_ends_the_run_as_re
     told = {"failed": f"error: {error}\n", "interrupted": "the controller was told to stop; the run is interrupted\n"}
     assert told.get(state, "") in printed
     assert ("continue with: streamrl launch --resume runs/tiny\n" in printed) == (state != "done")
+
+
+def test_a_request_to_stop_that_comes_when_the_run_is_done_changes_nothing(place: Place) -> None:
+    write_status(place.folder, make_status(4, 4, time.time(), state="done"))
+    tells = f"import shutil; shutil.copy('status.json', 'runs/tiny'); {TELLS_LAUNCHER.format(number=2)}"
+    printed = place.supervise({"controller": tells}, code=0)
+    assert "demo: done" in printed and "stopped by" not in printed
+    assert read_status(place.folder / "runs" / "tiny").state == "done"
+
+
+@pytest.mark.parametrize("state", ["done", "failed"])
+def test_a_service_that_dies_after_it_has_recorded_the_end_ends_its_site_as_recorded(place: Place, state: str) -> None:
+    place.write_two_sites(keys=("here", "west"), security={"keys": "keys"})
+    write_site(place.folder, starting("west") | {"state": state})
+    dies = "import os, shutil, signal; shutil.copy('site.json', 'runs/tiny-west'); os.kill(os.getpid(), signal.SIGKILL)"
+    code = 0 if state == "done" else 1
+    printed = place.supervise({"service-west": dies}, "--site", "west", code=code, recovery={"restarts": 3})
+    assert "is started again" not in printed
+    assert ("error: the run has ended: failed at its trainer's site" in printed) == (state == "failed")
 
 
 def test_a_report_that_does_not_fit_on_the_disk_is_one_line(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import threading
@@ -15,7 +16,8 @@ from pydantic import ValidationError
 from streamrl.cli.status import command
 from streamrl.cli.why_stuck import command as why_stuck
 from streamrl.errors import UserError
-from streamrl.run_dir import layout
+from streamrl.run_dir import layout, site_status
+from streamrl.run_dir.site_status import read_site, starting, write_site, write_site_end
 from streamrl.run_dir.status import overwrite_status, read_status, write_status
 from tests.mere_user import without_right_to
 from tests.report.synthetic import START, RunMaker, make_row, make_status
@@ -66,6 +68,23 @@ def test_the_last_status_fits_in_place_of_the_old_one(tmp_path: Path, characters
     assert (after.st_ino, after.st_size) == (before.st_ino, before.st_size)
     assert (status.state, status.step, status.updated_at) == ("failed", 4, START + 9)
     assert status.error and "é" * characters == status.error.ljust(characters, "é")
+
+
+@pytest.mark.parametrize("state", ["done", "interrupted"])
+@pytest.mark.parametrize("before", ["starting", "serving"])
+def test_a_site_records_its_end_on_a_full_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: str, state: str
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    values = starting("far") | {"samples_sent": 3, "instances": {f"far-{n}": {} for n in range(9)}}
+    write_site(tmp_path, starting("far") if before == "starting" else values | {"state": before})
+    monkeypatch.setattr(site_status, "replace_json", full)
+    write_site_end(tmp_path, values | {"state": state})
+    status = read_site(tmp_path)
+    assert status is not None and (status.site, status.state) == ("far", state)
+    assert status.samples_sent == (0 if before == "starting" else 3)
 
 
 def test_a_reader_never_meets_half_a_status(tmp_path: Path) -> None:

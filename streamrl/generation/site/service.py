@@ -54,7 +54,7 @@ from streamrl.protocol.samples import (
 from streamrl.protocol.speakers import RIGHTS
 from streamrl.rollouts.types import PartialSample, SampleRequest
 from streamrl.run_dir import layout
-from streamrl.run_dir.site_status import write_site
+from streamrl.run_dir.site_status import write_site_end
 from streamrl.run_dir.start_stages import READY, waiting_for
 from streamrl.runtime.inside_keys import inside_admission, inside_roles
 from streamrl.runtime.process_context import RoleContext
@@ -199,8 +199,7 @@ class GenerationService:
                     delivery.ack()
                     self.site_state.state = end.state
                     if self.context.remote:
-                        with contextlib.suppress(OSError):
-                            write_site(self.context.run_dir, self.site_state.status())
+                        write_site_end(self.context.run_dir, self.site_state.status())
                     if end.state != "done":
                         why = end.error or f"{end.state} at its trainer's site"
                         raise RunFailed(f"the run has ended: {why}")
