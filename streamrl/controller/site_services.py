@@ -178,7 +178,8 @@ class Services:
             return
         is_remote = self._sites[name] in self._cluster.remote_sites
         limit_s = self._cluster.absence_s if is_remote else self._return_s
-        self._waits.begin(f"{RETURN} {name}", f"{name} to come back", limit_s)
+        limit = f", and absence_s is {limit_s:g} s" if is_remote else ""
+        self._waits.begin(f"{RETURN} {name}", f"{name} to come back", limit_s, rest=lambda: limit)
 
     async def returned(self, name: str) -> list[str]:
         """Bring a restarted service up to date: send it the newest weights and the instances to use.

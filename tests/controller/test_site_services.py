@@ -123,6 +123,15 @@ def test_the_trainers_site_may_take_as_long_to_come_back_as_its_instances_to_sta
     assert [one["limit_s"] for one in waits.snapshot()] == [limit_s, 500.0]
 
 
+def test_the_end_of_the_wait_for_a_site_that_has_said_goodbye_names_its_limit(wire: Wire, services: Services) -> None:
+    del wire.peers["service-far"]
+    services.gone("service-far")
+    wait = services._waits._waits["return service-far"]
+    assert str(wait.expired("controller")) == (
+        "controller waited 500 s for service-far to come back, and absence_s is 500 s (see docs: E1011)"
+    )
+
+
 def test_a_service_that_is_back_before_its_goodbye_is_read_is_not_waited_for(wire: Wire, services: Services) -> None:
     """The hellos and goodbyes of before the run begins are read once it has."""
     services.gone("service-far")
