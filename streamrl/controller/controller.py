@@ -77,6 +77,7 @@ from streamrl.run_dir.jsonl import iter_rows
 from streamrl.run_dir.metrics import MetricsRow
 from streamrl.run_dir.resume_point import resume_point
 from streamrl.run_dir.start_stages import READY, waiting_for
+from streamrl.run_dir.status import ABSENT_AFTER_S
 from streamrl.runtime.process_context import RoleContext
 from streamrl.runtime.process_plan import plan_processes, rank_names
 from streamrl.runtime.site_connections import CONTROLLER, bind_home, home_hub
@@ -86,6 +87,8 @@ from streamrl.transport.endpoint import Delivery
 
 log = logging.getLogger(__name__)
 
+LOOK_AT_SITES_S = 1.0
+"""Seconds between two looks at whether sites that are away hold up the end."""
 MOST_EVENTS_AT_ONCE = 512
 """Limit on the messages that are committed to the ledger in one transaction."""
 
@@ -164,11 +167,13 @@ class Controller:
         beside = [self.hub.beside(work) for work in works]
         try:
             await self._start()
+            beside.append(self.hub.beside(self._keep_looking()))
             while not self._done():
                 await self.issuer.issue(self.training.step, self.training.batch.count)
                 await self._evaluate()
                 await self.training.drive()
                 await self._receive()
+                await self._leave_absent()
             await self._close("done")
         except asyncio.CancelledError:
             await self._close("interrupted")
@@ -192,7 +197,13 @@ class Controller:
         """
         if self.telemetry.state != "done":
             self.telemetry.close(state, error)
-        await self.services.finish(self.telemetry.state, self.telemetry.error)
+        told = self.telemetry
+        untold = await self.services.finish(told.state, told.error, patient=state == "done")
+        if untold and told.state == "done":
+            told.untold = untold
+            log.warning("the run is done, which %s could not be told", ", ".join(untold))
+            with contextlib.suppress(OSError):
+                told.write()
 
     async def _start(self) -> None:
         """Wait for all processes and restore the run's position; publishing the first weights is then due."""
@@ -371,6 +382,33 @@ class Controller:
         evaluating = self.evaluator.unfinished or self.evaluator.due(self.services.version)
         return self.training.done and not self.services.updating and not evaluating
 
+    async def _keep_looking(self) -> None:
+        """Wake the loop once only sites that are away may hold up the end of the run: their silence brings nothing."""
+        while True:
+            await asyncio.sleep(LOOK_AT_SITES_S)
+            if self._absent():
+                self.hub.wake()
+
+    def _absent(self) -> list[str]:
+        """Return the services of sites that are away too long once all steps are trained and saved; [] before.
+
+        An evaluation of the last version needs its sites, so that they have more time.
+        """
+        absence_s = self.context.cluster.absence_s / 2
+        limit_s = absence_s if self.config.evaluation is not None else min(absence_s, ABSENT_AFTER_S)
+        return self.services.absent(limit_s) if self.training.saved else []
+
+    async def _leave_absent(self) -> None:
+        """Do without sites that are away if all is trained and saved, and only versions or an evaluation are left.
+
+        The last site that can generate is needed for an evaluation.
+        """
+        for name in self._absent():
+            why = f"it has been away for {self.services.heartbeats.away_s(name):.0f} s, and all steps are done"
+            if not await self.trust.exclude(name, why) and self.config.evaluation is None:
+                log.error("%s is not used any more: %s", name, why)
+                self.services.exclude(name, why)
+
     def _new_group(self) -> Group:
         """Issue the next prompt's group."""
         group = self.groups.group(self.pool.issued // self.pool.batch + 1)
@@ -462,6 +500,8 @@ class Controller:
     async def _handle(self, delivery: Delivery) -> None:
         """Handle a message other than samples and rewards."""
         match delivery.body:
+            case _ if delivery.kind == "wake":
+                pass
             case Answer() if not self.trainers.awaits(delivery):
                 self.hub.refusals.count("not its own", delivery.peer, f"the answer {delivery.kind!r} to no command")
             case Answer():

@@ -30,6 +30,12 @@ class SiteHeartbeats:
         """Record that a service has said goodbye."""
         self._left_at[name] = time.monotonic()
 
+    def away_s(self, name: str) -> float:
+        """Return the seconds since a service's last message, or since its goodbye; 0: it has not come yet."""
+        if name in self._hub.peers:
+            return self._hub.silent_for(name)
+        return time.monotonic() - self._left_at[name] if name in self._left_at else 0.0
+
     def remote(self) -> dict[str, dict[str, Any]]:
         """Return the state of each site behind a link that has come (`run_dir/status.py` RemoteSite)."""
         found: dict[str, dict[str, Any]] = {}

@@ -56,6 +56,10 @@ LATER = 2
 instance that does not load a version, or does not leave its device, in time, and the others go on."""
 FINISH_S = 3.0
 """Seconds for a site to acknowledge that the run is over; a site that does not will notice the silence."""
+FAREWELL_S = 60.0
+"""Most seconds for sites that are away to come back and acknowledge that the run is done; `absence_s` if it is less."""
+LOOK_S = 0.1
+"""Seconds between two looks at whether a site has come back."""
 BYTES_PER_TOKEN = 12.0
 """Bytes of a token on a link: id, log-probability and weight version, 4 bytes each, before compression; with router
 replay its experts come on top."""
@@ -95,6 +99,8 @@ class Services:
         """Samples that were given again, with their groups: they are work of their own."""
         self.heartbeats = SiteHeartbeats(hub, self._sites, cluster, self.excluded)
         """What the services tell of themselves."""
+        self._informed: set[str] = set()
+        """Services that have acknowledged that the run is over."""
         self._asleep: set[str] = set()
         """Services whose instances have left their devices to the trainer."""
         self._traffic = Traffic()
@@ -125,8 +131,8 @@ class Services:
 
     @property
     def can_take_version(self) -> bool:
-        """Whether at least one site could take a new version at once."""
-        return len(self._versions.in_flight) < len(self.used)
+        """Whether at least one site could take a new version at once, or none is left that would have to."""
+        return len(self._versions.in_flight) < len(self.used) or not self.used
 
     def joined(self, wrong: Callable[[str, object], str | None] = lambda name, fleet: None) -> dict[str, str]:
         """Record the instances of all services, which have just connected.
@@ -149,6 +155,11 @@ class Services:
             self._fleets[name] = fleet_from_wire(wired)
             self._dispatch.join(self._site_load(name, self._fleets[name]))
         return unusable
+
+    def absent(self, limit_s: float) -> list[str]:
+        """Return the services of remote sites that are used, but have been away for at least so many seconds."""
+        remote = (name for name in self.used if self._sites[name] in self._cluster.remote_sites)
+        return [name for name in remote if self.heartbeats.away_s(name) >= limit_s]
 
     def can_exclude(self, name: str) -> bool:
         """Return whether a service can be done without: its site does not train, and another one can generate."""
@@ -407,18 +418,47 @@ class Services:
             await self._announce(name)
         return not self.updating
 
-    async def finish(self, state: str, error: str | None) -> None:
-        """Tell remote sites that the run is over and how it ended, as far as they acknowledge it within `FINISH_S`."""
-        told = Finish(state=state, error=error)
-        remote = [name for name, site in self._sites.items() if site in self._cluster.remote_sites]
-        await asyncio.gather(*(self._finish(name, told) for name in remote if name in self._hub.peers))
+    async def finish(self, state: str, error: str | None, patient: bool = False) -> list[str]:
+        """Tell remote sites that the run is over and how it ended, each as soon as it is there.
 
-    async def _finish(self, name: str, told: Finish) -> None:
-        acknowledged = asyncio.Event()  # it may also be set later, when nobody waits for it any more
-        with contextlib.suppress(RunFailed, TimeoutError, KeyError):  # KeyError: it leaves meanwhile
-            async with asyncio.timeout(FINISH_S):
-                await self._hub.send(name, *wire(told), on_ack=acknowledged.set)
-                await acknowledged.wait()
+        Args:
+            state: how the run ended.
+            error: why it failed.
+            patient: give sites that are away the time to come back, not only those that are connected `FINISH_S`.
+
+        Returns:
+            Sites that have not acknowledged it.
+        """
+        told, remote = Finish(state=state, error=error), {}
+        for name, site in self._sites.items():
+            if site in self._cluster.remote_sites and name not in self._informed:
+                remote[name] = site
+        await asyncio.gather(*(self._finish(name, told, patient) for name in remote))
+        return [site for name, site in remote.items() if name not in self._informed]
+
+    async def _finish(self, name: str, told: Finish, patient: bool) -> None:
+        """Tell one service, and again each process that comes in its place."""
+        if name not in self._hub.peers and (not patient or name in self.excluded):
+            return
+        limit_s = min(self._cluster.absence_s, FAREWELL_S) if patient else FINISH_S
+        heard = asyncio.Event()  # it may also be set later, when nobody waits for it any more
+
+        def acknowledged() -> None:
+            self._informed.add(name)
+            heard.set()
+
+        addressed = None
+        with contextlib.suppress(RunFailed):
+            async with self._waits.deadline(f"{name} to hear that the run is over", limit_s):
+                while not heard.is_set():
+                    peer = self._hub.peers.get(name)
+                    if peer is not None and peer is not addressed:
+                        addressed = peer
+                        with contextlib.suppress(KeyError):  # it leaves meanwhile
+                            await self._hub.send(name, *wire(told), on_ack=acknowledged)
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout(LOOK_S):
+                            await heard.wait()
 
     def traffic(self) -> Traffic:
         """Return the traffic with all sites since the last call."""

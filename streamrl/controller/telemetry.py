@@ -69,6 +69,8 @@ class Telemetry:
         """Function that returns how many weight versions are verified end to end."""
         self.step_began: Callable[[], float | None] = lambda: None
         """Function that returns when the current step began, in monotonic seconds; None: no weights are served yet."""
+        self.untold: list[str] = []
+        """Sites that could not be told that the run is done."""
         self.batch: StepBatch | None = None
         self.pool: GroupPool | None = None
         self.memory = FamilyMemory()
@@ -154,6 +156,7 @@ class Telemetry:
                 "latest": self._latest.model_dump() if self._latest else None,
                 "refused": self._refused(),
                 "waits": self._waits(),
+                "untold": self.untold,
                 "error": self.error,
             },
         )

@@ -132,6 +132,11 @@ class TrainingSteps:
         due = self._publish_due or self._checkpoint_due or self._canary_due or self.awaited_canaries()
         return self.step == self.run.steps and not due and not self.trainers.busy
 
+    @property
+    def saved(self) -> bool:
+        """Whether all steps are trained, and the last checkpoint is written."""
+        return self.step == self.run.steps and not self._checkpoint_due and not self.trainers.busy
+
     def awaited_canaries(self) -> list[str]:
         """Return the instances that have yet to measure the run's last version; [] before the last step is done."""
         if self.step < self.run.steps:

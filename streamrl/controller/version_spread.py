@@ -48,8 +48,11 @@ class VersionSpread:
         """Number of the newest version that was made for the sites."""
 
     def version(self, used: Iterable[str]) -> int:
-        """Return the newest version such that every instance of these sites serves it or a newer one; -1: none yet."""
-        return min(self._serving[name] for name in used)
+        """Return the newest version such that every instance of these sites serves it or a newer one; -1: none yet.
+
+        Without sites it is the newest one that was made.
+        """
+        return min((self._serving[name] for name in used), default=self.newest)
 
     def made(self, newest: LoadWeights, used: Iterable[str]) -> list[str]:
         """Queue a new version for the sites that are used; return those that can take it at once."""

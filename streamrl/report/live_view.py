@@ -308,6 +308,12 @@ class LiveView:
             self.say(f"  {'weights':<28}{status.verified.words}")
         if status is not None and status.verified.mismatch:
             self.say(f"  warning: {status.verified.mismatch}")
+        if status is not None and status.untold:
+            after = "" if status.absence_s is None else f" ({status.absence_s:g} s)"
+            self.say(
+                f"  warning: {', '.join(status.untold)} could not be told that the run is done: a launcher that still "
+                f"waits there ends with an error after absence_s{after}; it may be stopped"
+            )
         top, checkpoints = best(self._rows(self._evaluations)), self.run_dir / layout.CHECKPOINTS
         if top is not None:
             self.say(f"  {'best evaluation':<28}{evaluation_line(top)}")

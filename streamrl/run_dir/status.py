@@ -261,6 +261,10 @@ class RunStatus(StatusModel):
         "the controller did",
     )
     waits: list[WaitStatus] = Field(default_factory=list)
+    untold: list[str] = Field(
+        default_factory=list,
+        description="sites that could not be told that the run is done; each waits until `absence_s` has passed",
+    )
     error: str | None = None
     """Why the run has failed, in one or more lines, which may end with a traceback of the user's code."""
 

@@ -249,6 +249,10 @@ class Endpoint:
             raise item
         return item
 
+    def wake(self) -> None:
+        """Let `receive` return a delivery of kind "wake", so that its caller looks at what has changed."""
+        self._inbox.put_nowait(Delivery(self.name, "wake", {}, {}, lambda: None))
+
     def receive_now(self) -> Delivery | None:
         """Return a message that has already arrived, or None."""
         if self._inbox.empty():

@@ -20,7 +20,7 @@ class Acknowledging:
     """What services need of a hub at the end: it keeps how to acknowledge what it has sent, by peer."""
 
     def __init__(self, *names: str) -> None:
-        self.peers = dict.fromkeys(names)
+        self.peers = {name: object() for name in names}
         self.acks: dict[str, Callable[[], None]] = {}
 
     async def send(self, peer: str, kind: str, body: dict[str, Any], on_ack: Callable[[], None]) -> None:
@@ -61,6 +61,46 @@ def test_all_sites_hear_of_the_end_at_once_and_none_waits_for_the_acknowledgemen
         for acknowledge in hub.acks.values():
             acknowledge()
         await ending
+
+    asyncio.run(play())
+
+
+def test_a_site_that_is_away_when_the_run_is_done_hears_it_when_it_comes_back() -> None:
+    async def play() -> None:
+        hub, services = three_sites()
+        del hub.peers["service-far"]
+        ending = asyncio.ensure_future(services.finish("done", None, patient=True))
+        await until(lambda: hub.acks.keys() == {"service-further"})
+        hub.acks["service-further"]()
+        hub.peers["service-far"] = object()
+        await until(lambda: "service-far" in hub.acks)
+        del hub.acks["service-far"]
+        hub.peers["service-far"] = object()  # it was restarted, and has not heard it
+        await until(lambda: "service-far" in hub.acks)
+        assert not ending.done()
+        hub.acks["service-far"]()
+        assert await ending == []
+        assert await services.finish("done", None) == [], "as a stop asks for: all have heard it"
+
+    asyncio.run(play())
+
+
+@pytest.mark.parametrize(
+    ("patient", "excluded", "limit_s"), [(False, "", 3600), (True, "it lies", 3600), (True, "", 0)]
+)
+def test_a_site_that_does_not_come_back_is_named(
+    monkeypatch: pytest.MonkeyPatch, patient: bool, excluded: str, limit_s: float
+) -> None:
+    """Nobody waits for one that is away when a run fails or is stopped, nor for one that was excluded and left."""
+    monkeypatch.setattr(site_services, "FAREWELL_S", limit_s)
+
+    async def play() -> None:
+        hub, services = three_sites()
+        for name in ("service-far", "service-further"):
+            del hub.peers[name]
+            if excluded:
+                services.excluded[name] = excluded
+        assert await services.finish("done", None, patient) == ["far", "further"]
 
     asyncio.run(play())
 

@@ -44,7 +44,7 @@ from streamrl.run_dir import layout, site_status
 from streamrl.run_dir.site_status import read_site
 from streamrl.runtime.process_context import Addresses, RoleContext
 from streamrl.transport.deadlines import WaitRegistry
-from streamrl.transport.endpoint import Delivery, Hub
+from streamrl.transport.endpoint import Delivery, Hub, PeerLost
 from streamrl.transport.wire import Arrays
 from streamrl.weights.version import WeightVersion
 from tests.tiny_model import save_tiny_model
@@ -303,6 +303,17 @@ async def service_in(folder: Path) -> AsyncIterator[GenerationService]:
         for part in (service.controller, service.weights, service.hub):
             await part.close()
         service.journal.close()
+
+
+def test_a_site_that_loses_its_controller_says_what_waits_and_that_the_run_may_be_over(tmp_path: Path) -> None:
+    async def play() -> None:
+        async with service_in(tmp_path) as service:
+            service.uplink.backlog_samples = 3
+            service.controller._inbox.put_nowait(PeerLost("controller has been silent for 600 s"))
+            with pytest.raises(PeerLost, match=r"silent for 600 s; 3 finished samples wait here .* the run is done"):
+                await service._from_controller(cast(asyncio.TaskGroup, None))
+
+    asyncio.run(play())
 
 
 def test_a_request_whose_budget_is_used_up_is_reported_in_the_round_that_set_the_budget(tmp_path: Path) -> None:

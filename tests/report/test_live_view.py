@@ -452,6 +452,17 @@ def test_the_closing_summary_has_the_figures_and_where_the_results_are(make_run:
         assert part in text
 
 
+def test_the_closing_summary_names_sites_that_could_not_be_told_that_the_run_is_done(make_run: RunMaker) -> None:
+    run_dir = make_run(2, rollouts=False, trace=False)
+    for untold in ([], ["far", "west"]):
+        write_status(run_dir, make_status(2, 2, START, state="done") | {"untold": untold, "absence_s": 600.0})
+        screen = Screen(terminal=False)
+        screen.view(run_dir).summary()
+        text = screen.buffer.getvalue()
+        assert ("warning: far, west could not be told that the run is done" in text) == bool(untold)
+    assert "ends with an error after absence_s (600 s)" in text
+
+
 def test_the_closing_summary_of_a_run_that_was_continued_is_of_all_its_time(make_run: RunMaker) -> None:
     run_dir = make_run(2, rollouts=False, trace=False)
     write_status(run_dir, make_status(2, 2, START + 7200) | {"started_at": START + 7000, "first_started_at": START})

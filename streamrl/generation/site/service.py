@@ -60,7 +60,7 @@ from streamrl.runtime.inside_keys import inside_admission, inside_roles
 from streamrl.runtime.process_context import RoleContext
 from streamrl.runtime.site_connections import CONTROLLER, connect_home, to_home
 from streamrl.transport.deadlines import WaitRegistry
-from streamrl.transport.endpoint import Delivery, Hub
+from streamrl.transport.endpoint import Delivery, Hub, PeerLost
 from streamrl.transport.wire import Arrays
 
 log = logging.getLogger(__name__)
@@ -193,7 +193,14 @@ class GenerationService:
             RunFailed: the run ended with an error.
         """
         while True:
-            delivery = await self.controller.receive()
+            try:
+                delivery = await self.controller.receive()
+            except PeerLost as error:
+                if not self.context.remote:
+                    raise
+                waiting = f"{self.uplink.backlog_samples} finished samples wait here for it"
+                over = "if `streamrl status` says at the trainer's site that the run is done, it lacks nothing"
+                raise PeerLost(f"{error}; {waiting}; {over}") from error
             match delivery.body:
                 case controller_site.Finish() as end:
                     delivery.ack()
