@@ -41,7 +41,7 @@ from streamrl.protocol.controller_trainer import PublishDone
 from streamrl.protocol.message import TypedMessage, wire
 from streamrl.protocol.samples import fleet_from_wire, groups_to_wire
 from streamrl.rollouts.types import Group
-from streamrl.run_dir.status import ABSENT_AFTER_S
+from streamrl.run_dir.status import ABSENT_AFTER_S, HEARS_END
 from streamrl.runtime.device_turns import instance_start_s
 from streamrl.transport.deadlines import WaitRegistry, never
 from streamrl.transport.endpoint import Hub
@@ -449,7 +449,7 @@ class Services:
 
         addressed = None
         with contextlib.suppress(RunFailed):
-            async with self._waits.deadline(f"{name} to hear that the run is over", limit_s):
+            async with self._waits.deadline(f"{name}{HEARS_END}", limit_s):
                 while not heard.is_set():
                     peer = self._hub.peers.get(name)
                     if peer is not None and peer is not addressed:

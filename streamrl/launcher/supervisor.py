@@ -159,7 +159,7 @@ def _watch(
         RunFailed: a process died and cannot be restarted.
         FolderGone: the run's folder is gone.
     """
-    shown = float("-inf")
+    shown, said = float("-inf"), ""
     while True:
         if stop:
             raise _interrupted(stop, share)
@@ -187,7 +187,12 @@ def _watch(
             words = culprit.last_words(in_lines=True)
             raise RunFailed(words + _how_to_resume(share, _to_mend(words)))
         if time.monotonic() - shown >= VIEW_S and not output.behind:  # an output that is not read gets no more of it
-            view.refresh()
+            if isinstance(view, LiveView):
+                status = view.refresh()
+                if status is not None and not said and (said := status.farewell):
+                    view.say(said)
+            else:
+                view.refresh()
             shown = time.monotonic()
         time.sleep(POLL_S)
 

@@ -98,6 +98,12 @@ class StepProgress(StatusModel):
     )
 
 
+HEARS_END = " to hear that the run is over"
+"""What a wait of the controller at the end is for, after the name of a site's service."""
+TOLD_WITHIN_S = 2.0
+"""Seconds within which a site that is there hears that the run is over."""
+
+
 class WaitStatus(StatusModel):
     """A registered wait of a process."""
 
@@ -326,6 +332,16 @@ class RunStatus(StatusModel):
         else:
             whole = self.elapsed_s + max(0.0, until - self.updated_at)
         return whole if since is None else whole - (since - self.first_start)
+
+    @property
+    def farewell(self) -> str:
+        """What holds up the end of a run that is done: sites that are away; '': nothing, or not for long yet."""
+        late = [one for one in self.waits if self.updated_at - one.since > TOLD_WITHIN_S]
+        names = {one.waiting_for.removesuffix(HEARS_END): one for one in late if one.waiting_for.endswith(HEARS_END)}
+        if self.state != "done" or not names:
+            return ""
+        limit = f"waiting up to {max(one.limit_s for one in names.values()):.0f} s"
+        return f"the run is done; {limit} for {', '.join(names)} to come back and hear of it (Ctrl-C ends this)"
 
     @property
     def final(self) -> bool:

@@ -7,6 +7,7 @@ import errno
 import fcntl
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -238,6 +239,19 @@ def test_a_request_to_stop_that_comes_when_the_run_is_done_changes_nothing(place
     printed = place.supervise({"controller": tells}, code=0)
     assert "demo: done" in printed and "stopped by" not in printed
     assert read_status(place.folder / "runs" / "tiny").state == "done"
+
+
+@pytest.mark.parametrize("since_s", [0.1, 5.0])
+def test_a_run_that_is_done_says_once_which_sites_it_waits_for(place: Place, since_s: float) -> None:
+    now = time.time()
+    wait = {"owner": "controller", "waiting_for": "service-far to hear that the run is over", "limit_s": 60.0}
+    status = make_status(4, 4, now, state="done") | {"waits": [wait | {"since": now - since_s}]}
+    write_status(place.folder, status)
+    shutil.copy(place.folder / "status.json", place.folder / "waits.json")
+    waits = "import shutil, time; shutil.copy('waits.json', 'runs/tiny/status.json'); time.sleep(3)"
+    printed = place.supervise({"controller": waits}, code=0)
+    told = "the run is done; waiting up to 60 s for service-far to come back and hear of it (Ctrl-C ends this)"
+    assert printed.count(told) == (since_s > 1)
 
 
 @pytest.mark.parametrize("state", ["done", "failed"])
