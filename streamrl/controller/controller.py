@@ -198,7 +198,9 @@ class Controller:
         if self.telemetry.state != "done":
             self.telemetry.close(state, error)
         told = self.telemetry
-        untold = await self.services.finish(told.state, told.error, patient=state == "done")
+        emulated = (self.context.run_dir / layout.NETWORK).is_dir()  # these sites end with the launcher
+        patient = state == "done" and not emulated
+        untold = await self.services.finish(told.state, told.error, patient)
         if untold and told.state == "done":
             told.untold = untold
             log.warning("the run is done, which %s could not be told", ", ".join(untold))

@@ -402,6 +402,20 @@ def test_a_run_that_is_done_stays_so_while_the_sites_are_told(
     assert status.untold == ["far"]
 
 
+@pytest.mark.parametrize(
+    ("state", "emulated", "patient"), [("done", False, True), ("done", True, False), ("failed", False, False)]
+)
+def test_sites_with_launchers_of_their_own_have_time_to_come_back_when_the_run_is_done(
+    controller: Controller, monkeypatch: pytest.MonkeyPatch, *, state: str, emulated: bool, patient: bool
+) -> None:
+    if emulated:
+        (controller.context.run_dir / layout.NETWORK).mkdir()
+    finish = AsyncMock(return_value=[])
+    monkeypatch.setattr(controller.services, "finish", finish)
+    asyncio.run(controller._close(state))
+    finish.assert_awaited_once_with(state, None, patient)
+
+
 def at_the_end(controller: Controller, away_s: float) -> None:
     """Let all steps be done, with the last version in flight to the other site, which was heard so long ago."""
     now = time.monotonic()
