@@ -28,7 +28,10 @@ if TYPE_CHECKING:
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="override a key of the run file")
 @click.option("--steps", type=click.IntRange(1), help="total optimizer steps (same as --set steps=N)")
 @click.option(
-    "--dry-run", is_flag=True, help="print what would run where (without --site: at all sites) and start nothing"
+    "--dry-run",
+    is_flag=True,
+    help="print what would run where (without --site: at all sites) and start nothing; a model on the hub is fetched "
+    "for the checks of what would start here, not for the plan of several sites",
 )
 @click.option("--resume", "resume_dir", type=click.Path(path_type=Path), help="continue the run in this folder")
 @click.option("--site", metavar="NAME", help="start only this site's share of a cluster of several sites")
@@ -74,6 +77,7 @@ def command(
     from streamrl.dashboard.web_server import beside_run, check_installed
     from streamrl.launcher.emulated_cluster import emulated
     from streamrl.machine.first_time import announced
+    from streamrl.machine.model_files import cached_models_only
     from streamrl.plain_files import check_plain
     from streamrl.run_dir.layout import FOREIGN, new_folder
 
@@ -107,11 +111,12 @@ def command(
     if emulate:
         cluster = emulated(cluster)
     elsewhere = bool(cluster.remote_sites) and site is None and not emulate
-    with naming_files(cluster_file, run_file, overrides, resume_dir), announced(say):
-        types = _check(cluster, run, run_dir.parent, site, emulate, elsewhere, resume_dir, cluster_file, before)
-    if dry_run:
-        _print_plan(cluster, run, run_dir, site, emulate, types)
-        return
+    with cached_models_only(elsewhere):  # nothing here would read its weights
+        with naming_files(cluster_file, run_file, overrides, resume_dir), announced(say):
+            types = _check(cluster, run, run_dir.parent, site, emulate, elsewhere, resume_dir, cluster_file, before)
+        if dry_run:
+            _print_plan(cluster, run, run_dir, site, emulate, types)
+            return
     click.echo(f"computes in {types}")
     if not elsewhere and site in (None, cluster.trainer_site):
         click.echo(f"packs groups: {_packing(run)}")

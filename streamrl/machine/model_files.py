@@ -15,7 +15,8 @@ import sys
 import tempfile
 import time
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,7 @@ STALL_S = 120
 """Seconds without a new byte after which a download is abandoned."""
 CONVERSION_LIMIT_S = 600
 """Seconds after which a conversion is abandoned; it takes 10 to 30."""
+_cached_only = ContextVar("_cached_only", default=False)
 
 
 DIGEST_PARTS, DIGEST_BYTES = 17, 2**16
@@ -128,6 +130,20 @@ def _resolved(path: str, key: str) -> str:
     raise UserError(
         f"{key}: {path} is neither a folder, nor a hub id (owner/name), nor one of: {', '.join(KNOWN_MODELS)}{hint}"
     )
+
+
+@contextlib.contextmanager
+def cached_models_only(only: bool = True) -> Iterator[None]:
+    """Let no model be fetched inside: a hub id names what the hub's local cache has of it, and else nothing.
+
+    Args:
+        only: False changes nothing.
+    """
+    before = _cached_only.set(only or _cached_only.get())
+    try:
+        yield
+    finally:
+        _cached_only.reset(before)
 
 
 def on_hub(path: str) -> bool:
@@ -320,9 +336,13 @@ def _from_hub(hub_id: str, key: str) -> str:
             folder = Path(snapshot_download(hub_id, local_files_only=True, **kinds))
             if not _wrong_with(folder):
                 return str(folder)
+        if _cached_only.get():
+            raise UserError(f"{key}: {hub_id} is not in the local cache, and nothing is downloaded for a plan")
         folder = Path(snapshot_download(hub_id, **kinds))
     except ImportError as error:
         raise UserError(f"{key}: {_no_hub_package(hub_id)}") from error
+    except UserError:
+        raise
     except Exception as error:
         known = next((name for name, model in KNOWN_MODELS.items() if model.hub_id == hub_id), None)
         hint = f"; the same model is there without a hub: streamrl fetch-model {known}" if known else ""

@@ -452,6 +452,26 @@ def test_dry_run_of_all_sites_needs_no_model_here(terminal: Terminal) -> None:
     assert "/models/elsewhere -> not on this machine" in result.out
 
 
+def test_dry_run_of_all_sites_downloads_no_model(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    def cached(hub_id: str, local_files_only: bool = False, **options: object) -> str:
+        assert local_files_only, f"{hub_id} would be downloaded"
+        if hub_id == "owner/cached":
+            return str((terminal.folder / "model").resolve())
+        raise FileNotFoundError
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", cached)
+    (terminal.folder / "cluster.yaml").write_text(SEVERAL)
+    asked = ["--dry-run", "--set", "schedule={name: sync}", "--set"]
+    result = terminal.launch(*asked, "model.path=owner/name")
+    assert result.code == 0, result.err
+    assert "owner/name is not in the local cache, and nothing is downloaded for a plan" in result.err
+    assert "owner/name -> not on this machine" in result.out
+    result = terminal.launch(*asked, "model.path=owner/cached", "--set", "model.max_context=1000000")
+    assert result.code == 2 and "positions, 1000000 are asked for" in result.err  # what is here is checked
+
+
 def test_all_problems_are_told_at_once_and_nothing_starts(terminal: Terminal) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
