@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Awaitable, Iterable, Mapping
 from typing import Any, Protocol
 
+from streamrl.agents.agent_program import TooLargeItem, task_variable
 from streamrl.config.tasks import AgentTask
 from streamrl.environments.installed import find_environment
 from streamrl.errors import UserError
@@ -64,15 +65,22 @@ NEEDED = {
 
 
 def check_items(task: AgentTask, items: Iterable[tuple[str, Mapping[str, Any]]]) -> None:
-    """Check that items of an environment have the number by which it knows what to play.
+    """Check that a program's items fit into TASK, and that an environment's have the number by which it knows them.
 
     Args:
         task: the task, whose environment is installed.
         items: each item with the id of its prompt.
 
     Raises:
-        UserError: one has none, or one that is no whole number.
+        UserError: one is too large, or has no such number, or one that is no whole number.
     """
+    if task.command is not None:
+        for name, item in items:
+            try:
+                task_variable(item)
+            except TooLargeItem as error:
+                told = f"task {task.key!r}: item {name}: {error}; let it name a file that the program reads"
+                raise UserError(told) from error
     if task.environment is None:
         return
     environment = task.environment.name

@@ -18,7 +18,7 @@ import secrets
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from streamrl.agents.agent_result import outcome_of
@@ -43,6 +43,22 @@ LAST_WORDS_S = 1.0
 """Seconds for the output of a program that has ended."""
 
 
+class TooLargeItem(Exception):
+    """An item does not fit into TASK."""
+
+
+def task_variable(item: Mapping[str, Any]) -> str:
+    """Return the value of TASK for an item.
+
+    Raises:
+        TooLargeItem: it has too many bytes.
+    """
+    task = json.dumps(item, ensure_ascii=False)
+    if (size := len(task.encode())) > MOST_TASK_BYTES:
+        raise TooLargeItem(f"the item has {size:,} bytes; the variable TASK takes {MOST_TASK_BYTES:,}")
+    return task
+
+
 async def play_program(
     command: Sequence[str],
     order: EpisodeOrder,
@@ -65,9 +81,10 @@ async def play_program(
         limits: deadlines, of which `episode_s` counts here; the endpoint sees calls and turns.
         log: takes what the program prints.
     """
-    task = json.dumps(order.item, ensure_ascii=False)
-    if (size := len(task.encode())) > MOST_TASK_BYTES:
-        return _void(VoidCause.ENVIRONMENT, f"the item has {size:,} bytes; the variable TASK takes {MOST_TASK_BYTES:,}")
+    try:
+        task = task_variable(order.item)
+    except TooLargeItem as error:
+        return _void(VoidCause.ENVIRONMENT, str(error))
     own = {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key, "TASK": task}
     own |= {"ANTHROPIC_BASE_URL": base_url.removesuffix("/v1"), "ANTHROPIC_API_KEY": api_key}
     own[MARK] = mark = secrets.token_hex(16)

@@ -137,6 +137,18 @@ def test_items_without_the_number_that_their_environment_needs_are_refused_befor
     assert list(check_tasks(run, rendered=False, resumed=True)) == []
 
 
+def test_rows_that_are_too_large_for_a_program_are_refused_before_anything_starts(tmp_path: Path) -> None:
+    rows = [{"prompt": "p"}, {"prompt": "p", "table": "é" * 70_000}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    played = {"kind": "agent", "name": "game", "command": ["env"], "path": str(tmp_path / "rows.jsonl")}
+    run = RunConfig.model_validate({"model": {"path": "m"}, "tasks": [played]})
+    (problem,) = check_tasks(run, rendered=False)
+    assert re.search(r"^tasks\.0: task 'game': item game/1: the item has 140,0\d\d bytes; .* takes 131,056; ", problem)
+    assert list(check_tasks(run, rendered=False, resumed=True)) == []
+    (tmp_path / "rows.jsonl").write_text(json.dumps(rows[0]))
+    assert list(check_tasks(run, rendered=False)) == []
+
+
 @pytest.mark.parametrize(
     ("training", "held_out", "by_user"),
     [
