@@ -165,9 +165,9 @@ def command(
     samples of environments have stepped before they are rewarded (--environment-s). Each schedule runs under each
     policy (default: least-loaded and skew-aware). A bubble is the share of time in which the instances, or the trainer,
     are idle; staleness counts groups by steps. Under colocated both take turns on all devices
-    (--colocated-train-rate), and weights cross no link. With --over-issue and --round-tokens the on-policy
-    schedules also run in rounds that defer unfinished work: "+tail" issues more groups than it needs; "+partial" parks
-    samples that have used up the round's tokens, and issues more only with --over-issue.
+    (--colocated-train-rate), and weights cross no link. With --over-issue and --round-tokens sync and stream also run
+    in rounds that defer unfinished work: "+tail" issues more groups than it needs; "+partial" parks samples that have
+    used up the round's tokens, and issues more only with --over-issue.
 
     \b
     Examples:
@@ -205,10 +205,10 @@ def command(
             raise UserError("--max-age needs --over-issue or --round-tokens: it bounds how long rounds defer a group")
         if environment_s and (option := next((name for name, value in in_rounds.items() if value), "")):
             raise UserError(f"{option} does not go with --environment-s: a step of an environment cannot be withdrawn")
-        if any(in_rounds.values()) and all(schedule.max_staleness for schedule in chosen):
+        if any(in_rounds.values()) and not any(map(_has_rounds, chosen)):
             option = next(option for option, value in in_rounds.items() if value)
             raise UserError(
-                f"{option} goes with colocated, sync or stream and weights after every step; "
+                f"{option} goes with sync or stream and weights after every step; "
                 f"chosen: {', '.join(schedule.name for schedule in chosen)}, --sync-every {sync_every}"
             )
         workload = replay(trace, ranker, noise, seed) if trace else draw(lengths, requests, limit, noise, seed, batches)
@@ -342,6 +342,11 @@ def _schedules(names: Sequence[str], max_staleness: int, sync_every: int, coloca
     return made
 
 
+def _has_rounds(schedule: Schedule) -> bool:
+    """Return whether a run file takes rounds for a schedule with these bounds."""
+    return not schedule.max_staleness and not schedule.exclusive
+
+
 def _rounds(
     batch: int, over_issue: float | None, round_tokens: int | None, max_age: int | None
 ) -> dict[str, Rounds | None]:
@@ -374,7 +379,7 @@ def _run_schedules(
         iterations: optimizer steps.
         policies: dispatch policies.
         schedules: schedules, each run under each policy.
-        rounds: over-issue, tokens and largest age of the rounds in which the on-policy schedules run as well.
+        rounds: over-issue, tokens and largest age of the rounds in which some schedules run as well.
     """
     from scheduler.dispatch.registry import make_policy, objective_of
     from scheduler.simulation.pipeline import Pipeline
@@ -385,7 +390,7 @@ def _run_schedules(
     outcomes = {}
     for schedule in schedules:
         fleet, stages = together if schedule.exclusive else apart
-        for suffix in _rounds(batch, *rounds) if not schedule.max_staleness else ("",):
+        for suffix in _rounds(batch, *rounds) if _has_rounds(schedule) else ("",):
             for policy in policies:
                 planner = _rounds(batch, *rounds)[suffix]
                 objective = objective_of(schedule.name, stages.train_tokens_s)

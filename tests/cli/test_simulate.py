@@ -117,9 +117,8 @@ def test_colocated_rare_publications_and_rounds(
     table = rows(capsys.readouterr().out)
     # generation 10, reward 1, training 5, two changes of turn
     assert table["colocated, least-loaded"][0] == "17.0 s"
-    on_policy = ("colocated", "sync", "stream")
-    names = {f"{name}{suffix}" for name in on_policy for suffix in ("", "+tail", "+partial")}
-    assert set(table) == {f"{name}, least-loaded" for name in (*names, "one_step_off", "async")}
+    names = {f"{name}{suffix}" for name in ("sync", "stream") for suffix in ("", "+tail", "+partial")}
+    assert set(table) == {f"{name}, least-loaded" for name in (*names, "colocated", "one_step_off", "async")}
 
     assert streamrl(monkeypatch, "simulate", *common, "--iterations", "4", "--sync-every", "2") == 0
     table = rows(capsys.readouterr().out)
@@ -159,9 +158,13 @@ ITERATIONS = ["--iterations", "3", "--train-rate", "9"]
         ([*ITERATIONS, "--max-age", "3"], "--max-age needs --over-issue or --round-tokens"),
         (
             [*ITERATIONS, "--schedule", "async", "--round-tokens", "9"],
-            "--round-tokens goes with colocated, sync or stream",
+            "--round-tokens goes with sync or stream",
         ),
-        ([*ITERATIONS, "--sync-every", "2", "--over-issue", "2"], "--over-issue goes with colocated, sync or stream"),
+        ([*ITERATIONS, "--sync-every", "2", "--over-issue", "2"], "--over-issue goes with sync or stream"),
+        (
+            [*ITERATIONS, "--schedule", "colocated", "--colocated-train-rate", "9", "--over-issue", "2"],
+            "--over-issue goes with sync or stream",
+        ),
         *(
             ([option, value], f"{option} needs --iterations: without it only generation is simulated")
             for option, value in (
