@@ -106,8 +106,8 @@ def _command(context: click.Context, name: str, level: str) -> Iterator[str]:
 def cli_page() -> str:
     """Return docs/reference/cli.md."""
     about = """
-    `streamrl COMMAND --help` prints the same. Exit codes: 0 done, 1 a run that failed, 2 bad input (nothing was
-    started), 130 stopped by the user.
+    `streamrl COMMAND --help` prints the same. Exit codes: 0 done, 1 a run that failed, or an output whose reader
+    has ended (`| head`), 2 bad input (nothing was started), 130 stopped by the user.
     """
     return page("Command line", about, command_lines())
 
@@ -265,7 +265,7 @@ CHECKPOINTS = """
 format, `state.json` the position in the prompts, and `checksums.json` has the size and BLAKE3 of every file: a resume
 compares those that it loads. A folder `checkpoints/lost_step_<n>` gives a checkpoint up
 ([E1009](../how-to/troubleshoot.md#e1009-a-run-is-resumed-that-cannot-be)). `checkpoints/best.json` names the one with
-the best evaluation.
+the best evaluation. Step 0 in it is the untrained model (`model.path`), which has no folder.
 """
 
 

@@ -91,7 +91,10 @@ def cli() -> None:
 
 
 def main() -> None:
-    """Run the command line; exit codes: 0 done, 1 the run failed, 2 bad input, 130 stopped by the user."""
+    """Run the command line; exit codes: 0 done, 1 the run failed, 2 bad input, 130 stopped by the user.
+
+    A command that prints to a reader that has ended (`| head`) ends with 1: nothing says what it would have come to.
+    """
     _open_closed()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a character that the terminal does not have ends no run

@@ -32,7 +32,9 @@ class EvaluationConfig(StrictModel):
         le=2,
         description="temperature of the samples (default: as in training, like top_p, top_k and min_p always)",
     )
-    threshold: float = Field(1.0, description="smallest reward with which a completion passes")
+    threshold: float = Field(
+        1.0, description="smallest reward with which a completion passes; set it for rewards that never reach 1"
+    )
     seed: int = Field(
         0,
         ge=0,

@@ -44,7 +44,12 @@ class DeadlineConfig(StrictModel):
     )
     training_s: float = Field(900, gt=0, description="for one micro-batch or one optimizer step")
     checkpoint_s: float = Field(3600, gt=0, description="for a checkpoint to be written")
-    weights_s: float = Field(300, gt=0, description="for a version to reach a site, then for an instance to load it")
+    weights_s: float = Field(
+        300,
+        gt=0,
+        description="for a version to reach a site, then for an instance to load it; the controller waits twice as "
+        "long for both together, so that a site's own limit comes first",
+    )
     reward_s: float = Field(20, gt=0, description="for one try of a reward; after that the try counts as a timeout")
     heartbeat_s: float = Field(60, gt=0, description="without a sign of life from a process")
 

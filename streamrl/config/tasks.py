@@ -122,7 +122,9 @@ class FileTask(TaskKeys):
 
     kind: Literal["file", "hf_dataset"]
     name: str = Field(description="name shown in rollouts and reports")
-    path: str = Field(description="file (.jsonl, .parquet), or Hugging Face data set: folder, id, or id:subset")
+    path: str = Field(
+        description="file (.jsonl, .ndjson, .parquet), or Hugging Face data set: folder, id, or id:subset"
+    )
     split: str | None = Field(
         None,
         description="split of the data set (hf_dataset only); none: train, or what a `Dataset` on disk holds",
@@ -258,7 +260,9 @@ class AgentTask(TaskKeys):
         description="environment that plays the episode: the model answers its messages until it says that it is over; "
         "without `items` and `path`, an item is a number and a seed",
     )
-    path: str | None = Field(None, description="file of items (.jsonl, .parquet), all columns of which the agent gets")
+    path: str | None = Field(
+        None, description="file of items (.jsonl, .ndjson, .parquet), all columns of which the agent gets"
+    )
     prompt_column: str = Field("prompt", description="column with the text that the agent gets as `prompt`")
     answer_column: str | None = Field(
         None, description="column with the value that the agent gets as `answer`; null: as the column is named"

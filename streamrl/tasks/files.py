@@ -154,7 +154,7 @@ def _file_records(task: RowsTask, name: str) -> Iterator[Record]:
             return _parquet_records(task, path)
     hint = "; kind: hf_dataset reads the folder of a CSV file" if path.suffix.lower() in (".csv", ".tsv") else ""
     hint = "" if isinstance(task, AgentTask) else hint
-    raise UserError(f"task {task.key!r}: path: {path} must end in .jsonl or .parquet{hint}")
+    raise UserError(f"task {task.key!r}: path: {path} must end in .jsonl, .ndjson or .parquet{hint}")
 
 
 def _jsonl_records(task: RowsTask, path: Path) -> Iterator[Record]:

@@ -506,7 +506,7 @@ def test_unreadable_places_are_explained(tmp_path: Path) -> None:
     for name, kind, says in [
         ("missing.jsonl", "file", "task 'mine': path: no file"),
         ("broken.parquet", "file", "not a readable Parquet file"),
-        ("a.csv", "file", "must end in .jsonl or .parquet; kind: hf_dataset reads the folder of a CSV file"),
+        ("a.csv", "file", "must end in .jsonl, .ndjson or .parquet; kind: hf_dataset reads the folder of a CSV file"),
         ("", "file", "kind: hf_dataset reads folders"),
         ("nowhere", "hf_dataset", "cannot load the data set .*: there is no such folder"),
         ("broken.parquet", "hf_dataset", r"path: .*broken\.parquet is a file; kind: file reads it"),
