@@ -33,6 +33,11 @@ OF_THE_CALL = frozenset(
 class ModelConfig(StrictModel):
     """The policy model."""
 
+    refused: ClassVar[dict[str, str]] = dict.fromkeys(
+        ("lora", "lora_rank", "lora_alpha", "peft"), "there are no adapters, all weights are trained"
+    )
+    """Keys of other libraries that this one does not have, and why."""
+
     path: str = Field(
         "smollm2-135m",
         description="a model known to `streamrl fetch-model`, a folder in HF format, or a Hugging Face hub id",

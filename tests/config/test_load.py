@@ -318,6 +318,7 @@ def test_every_mistake_of_a_file_is_told_in_one_message_in_its_order(write: Writ
             "sampling:\n  repetition_penalty: 1.1\n",
             "F:2: 'sampling.repetition_penalty' is not supported: the trainer could not recompute",
         ),
+        ("model: {lora_rank: 8}\n", "F:1: 'model.lora_rank' is not supported: there are no adapters, all weights are"),
         ("tasks:\n- {kind: reasoning_gym, name: a}\n- {kind: reasoning_gym, name: a}\n", "F:1: tasks need different"),
         (
             "tasks:\n- {kind: file, name: a, path: a.jsonl, split: test}\n",
