@@ -36,7 +36,7 @@ from streamrl.launcher.folder_check import (
     disk_warnings,
 )
 from streamrl.launcher.generation_check import check_eight_bits, check_generation, check_head_size, check_kv_cache
-from streamrl.launcher.gpu_checks import check_this_machine, sites_here, warnings_here
+from streamrl.launcher.gpu_checks import check_this_machine, names_here, warnings_here
 from streamrl.launcher.model_check import check_critic, check_heads, check_model, critic_warnings
 from streamrl.launcher.new_run_check import check_new_run
 from streamrl.launcher.program_check import check_scripts
@@ -137,7 +137,7 @@ def check(
         *memory_warnings(cluster, run, free_memory(), site),
         *task_warnings(cluster, run, free_tasks(), site),
         *numa_warnings(cluster, numa_nodes(), site),
-        *shared_memory_warnings(cluster, run, len(sites_here(cluster, site))),
+        *shared_memory_warnings(cluster, run, names_here(cluster, site)),
         *(disk_warnings(run, runs_root, resumed) if trains else []),
         *(checkpoint_warnings(run, resumed, contents) if trains else []),
         *warnings_here(cluster, run, site),

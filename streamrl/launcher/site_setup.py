@@ -160,7 +160,7 @@ def prepare(
     names = [site or home, *(cluster.remote_sites if emulate else [])]
     folders = {name: run_dir if not index else run_dir / layout.SITES / name for index, name in enumerate(names)}
     local = [name for name in folders if not cluster.sites[name].on_ray]
-    in_memory = local if fits_into_shared_memory(cluster, run, len(local)) else []
+    in_memory = local if fits_into_shared_memory(cluster, run, local) else []
     with contextlib.ExitStack() as stack:
         scratch = stack.enter_context(ScratchFolder())
         _unix_socket(scratch / SOCKET_OF_VLLM)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 from streamrl.config.cluster import ClusterConfig
@@ -17,24 +17,28 @@ from streamrl.run_dir.layout import SHARED_MEMORY
 
 VERSIONS = 2
 """Versions that a site has at once: the one that instances load from, and the next one, which is being received."""
+PASSED_ON = 1
+"""Further ones of a site that other sites fetch from: an older one, of which it makes a delta or an anchor."""
 FP32_OVER_BF16 = 2
 """Bytes of a version in fp32 over those of a model's files, which usually are in bf16."""
 
 
-def fits_into_shared_memory(cluster: ClusterConfig, run: RunConfig, sites: int, folder: Path = SHARED_MEMORY) -> bool:
-    """Return whether a folder in memory can be written to and has room for the versions of so many sites.
+def fits_into_shared_memory(
+    cluster: ClusterConfig, run: RunConfig, sites: Collection[str], folder: Path = SHARED_MEMORY
+) -> bool:
+    """Return whether a folder in memory can be written to and has room for the versions of these sites.
 
     Args:
         cluster: the cluster file, for its hardware and sites.
         run: the run file, for its model.
-        sites: sites of which all processes are on this machine.
+        sites: names of the sites of which all processes are on this machine.
         folder: that folder.
     """
     return os.access(folder, os.W_OK | os.X_OK) and room_needed(cluster, run, sites) <= shutil.disk_usage(folder).free
 
 
-def room_needed(cluster: ClusterConfig, run: RunConfig, sites: int) -> int:
-    """Return the most bytes that the versions of so many sites take.
+def room_needed(cluster: ClusterConfig, run: RunConfig, sites: Collection[str]) -> int:
+    """Return the most bytes that the versions of these sites take, as far as a launch counts them.
 
     0 if the trainer pushes weights into instances, or the model is missing, which is told elsewhere.
     """
@@ -44,7 +48,9 @@ def room_needed(cluster: ClusterConfig, run: RunConfig, sites: int) -> int:
         return 0
     may_be_fp32 = run.model.dtype == "auto" and cluster.hardware == "cpu" and not cluster.remote_sites
     in_fp32 = run.model.dtype == "float32" or may_be_fp32
-    return sites * VERSIONS * weights * (FP32_OVER_BF16 if in_fp32 else 1)
+    passing_on = sum(name != cluster.trainer_site and cluster.sites[name].port > 0 for name in sites)
+    versions = len(sites) * VERSIONS + passing_on * PASSED_ON
+    return versions * weights * (FP32_OVER_BF16 if in_fp32 else 1)
 
 
 def check_semaphores(cluster: ClusterConfig, site: str | None) -> Iterable[str]:
@@ -68,14 +74,14 @@ def check_semaphores(cluster: ClusterConfig, site: str | None) -> Iterable[str]:
 
 
 def shared_memory_warnings(
-    cluster: ClusterConfig, run: RunConfig, sites: int, folder: Path = SHARED_MEMORY
+    cluster: ClusterConfig, run: RunConfig, sites: Collection[str], folder: Path = SHARED_MEMORY
 ) -> list[str]:
     """Warn if a machine has shared memory, as containers do, but too little of it, or none for this user.
 
     Args:
         cluster: the cluster file, for its hardware and sites.
         run: the run file, for its model.
-        sites: sites of which all processes are on this machine.
+        sites: names of the sites of which all processes are on this machine.
         folder: the folder in memory.
     """
     if not folder.is_dir() or not sites or fits_into_shared_memory(cluster, run, sites, folder):

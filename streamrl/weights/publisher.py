@@ -135,6 +135,21 @@ class WeightPublisher:
         if before is not None and self.chain.newest is not None:
             self._coding = asyncio.create_task(self._extend(before, self._newest))
 
+    def holders(self) -> list[str]:
+        """Return what is done with older versions than the newest, in words: their memory is kept until then."""
+        found = []
+        if self._coding is not None and not self._coding.done():
+            found.append("the delta of the served weights to be made")
+        newest = None if self._newest is None else self._newest.manifest.version.number
+        anchor = self.chain.coming_anchor
+        if self._packing is not None and not self._packing.done() and anchor != newest:
+            found.append(f"weights {anchor} to be compressed")
+        for relay, transfer in self._open.items():
+            number = transfer.manifest.version.number
+            if number != newest and any(in_file(stream) for _, stream in transfer.streams):
+                found.append(f"{relay} to receive weights {number}")
+        return found
+
     async def serve(self) -> None:
         """Serve relays until cancelled."""
         while True:

@@ -168,6 +168,25 @@ def test_a_version_that_fits_waits_for_no_silent_instance(tmp_path: Path) -> Non
     at_a_site(tmp_path, work)
 
 
+def test_a_version_that_does_not_fit_waits_until_an_older_one_has_been_passed_on(tmp_path: Path) -> None:
+    async def work(site: Site) -> None:
+        coding = ["weights 1 to be compressed"]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(
+                site.service.weights, "_publisher", SimpleNamespace(holders=lambda: coding, publish=AsyncMock())
+            )
+            await site.says("b", 1)  # its memory is now the publisher's
+            third = asyncio.create_task(site.update())
+            await until(lambda: "weights 1 to be compressed: no room for weights" in site.waits or third.done(), 10)
+            await holds(lambda: not third.done(), 0.3)
+            site.mapped.clear()
+            coding.clear()
+            await asyncio.wait_for(third, scaled(10))
+        assert site.loaded == [1, 2, 3]
+
+    at_a_site(tmp_path, work)
+
+
 def test_an_instance_that_keeps_an_old_version_for_too_long_is_named(tmp_path: Path) -> None:
     async def work(site: Site) -> None:
         with pytest.raises(DeadlineExpired, match=r"b to load an older weight version, or to end: no room for weights"):

@@ -56,8 +56,15 @@ def asking(run: RunConfig, dtype: str = "auto", backend: str = "stream") -> RunC
 
 
 def test_two_versions_of_each_site_have_to_fit(run: RunConfig) -> None:
-    assert room_needed(cluster(), run, 1) == 200 * MIB
-    assert room_needed(cluster(), run, 3) == 600 * MIB
+    assert room_needed(cluster(), run, ["here"]) == 200 * MIB
+    assert room_needed(cluster(far=True), run, ["here", "far"]) == 400 * MIB
+
+
+def test_a_site_that_passes_weights_on_needs_room_for_a_third_version(run: RunConfig) -> None:
+    passing = cluster(far=True)
+    passing.sites["far"] = passing.sites["far"].model_copy(update={"address": "10.0.0.2", "port": 7000})
+    assert room_needed(passing, run, ["far"]) == 300 * MIB
+    assert room_needed(passing, run, ["here", "far"]) == 500 * MIB  # the trainer's port is for something else
 
 
 @pytest.mark.parametrize(
@@ -74,17 +81,17 @@ def test_two_versions_of_each_site_have_to_fit(run: RunConfig) -> None:
 def test_versions_in_fp32_are_twice_as_large_as_the_models_files(
     hardware: str, far: bool, dtype: str, needed: int, run: RunConfig
 ) -> None:
-    assert room_needed(cluster(hardware, far), asking(run, dtype), 1) == needed * MIB
+    assert room_needed(cluster(hardware, far), asking(run, dtype), ["here"]) == needed * MIB
 
 
 @pytest.mark.parametrize("backend", ["gloo", "nccl", "ipc"])
 def test_pushed_weights_take_no_room(run: RunConfig, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with_room(monkeypatch, 0)
-    assert fits_into_shared_memory(cluster(), asking(run, backend=backend), 1)
+    assert fits_into_shared_memory(cluster(), asking(run, backend=backend), ["here"])
 
 
 def test_a_missing_model_is_told_elsewhere() -> None:
-    assert room_needed(cluster(), RunConfig.model_validate({"model": {"path": "/nowhere/model"}}), 1) == 0
+    assert room_needed(cluster(), RunConfig.model_validate({"model": {"path": "/nowhere/model"}}), ["here"]) == 0
 
 
 @pytest.mark.parametrize(("free", "fits"), [(400 * MIB, True), (400 * MIB - 1, False)])
@@ -92,8 +99,8 @@ def test_less_room_than_that_is_too_little_and_is_told(
     run: RunConfig, free: int, fits: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with_room(monkeypatch, free)
-    assert fits_into_shared_memory(cluster(), run, 2, tmp_path) == fits
-    warnings = shared_memory_warnings(cluster(), run, 2, tmp_path)
+    assert fits_into_shared_memory(cluster(far=True), run, ["here", "far"], tmp_path) == fits
+    warnings = shared_memory_warnings(cluster(far=True), run, ["here", "far"], tmp_path)
     assert len(warnings) == (not fits)
     for warning in warnings:
         assert warning.startswith(f"{tmp_path} has 400 MiB free and versions of the weights take 400 MiB")
@@ -105,7 +112,7 @@ def test_shared_memory_that_cannot_be_written_to_is_told_as_that(
 ) -> None:
     with_room(monkeypatch, 800 * MIB)
     monkeypatch.setattr(os, "access", lambda path, mode: False)
-    [warning] = shared_memory_warnings(cluster(), run, 2, tmp_path)
+    [warning] = shared_memory_warnings(cluster(far=True), run, ["here", "far"], tmp_path)
     assert warning.startswith(f"{tmp_path} cannot be written to: ") and "MiB" not in warning
 
 
@@ -129,9 +136,9 @@ def test_a_machine_without_semaphores_is_refused_before_the_start(
 
 def test_where_there_is_no_shared_memory_or_no_site_nothing_is_told(run: RunConfig, tmp_path: Path) -> None:
     nowhere = tmp_path / "nowhere"
-    assert not fits_into_shared_memory(cluster(), run, 1, nowhere)
-    assert shared_memory_warnings(cluster(), run, 1, nowhere) == []
-    assert shared_memory_warnings(cluster(), run, 0, tmp_path) == []
+    assert not fits_into_shared_memory(cluster(), run, ["here"], nowhere)
+    assert shared_memory_warnings(cluster(), run, ["here"], nowhere) == []
+    assert shared_memory_warnings(cluster(), run, [], tmp_path) == []
 
 
 @pytest.mark.parametrize("fits", [True, False])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import random
+import threading
 import weakref
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,7 +22,9 @@ from streamrl.protocol.weights import Fetch, Have
 from streamrl.runtime.processes import this_host
 from streamrl.transport.endpoint import Delivery, Link
 from streamrl.weights import publisher as publisher_module
+from streamrl.weights.publisher import code
 from streamrl.weights.site_relay import Encoding, NotPublished
+from streamrl.weights.version import Manifest, Stream
 from streamrl.weights.version_store import WeightStore
 from tests.waiting import scaled, until
 from tests.weights.world import DamagingLink, Policy, RecordingPublisher, World, fill, flip_a_bit, in_world
@@ -67,6 +70,41 @@ def test_fifty_versions_with_skips_restarts_damaged_chunks_and_a_damaged_base(tm
         assert {"delta", "packed+delta"} <= set(kinds)
 
     in_world(tmp_path, body)
+
+
+def test_a_publisher_names_what_it_keeps_older_versions_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    go_on = threading.Event()
+
+    def slow(manifest: Manifest, buffer: np.ndarray, old: tuple[int, np.ndarray] | None) -> Stream:
+        assert go_on.wait(scaled(60))
+        return code(manifest, buffer, old)
+
+    async def body(world: World) -> None:
+        policy, publisher, store = Policy(), world.publisher, WeightStore(tmp_path / "store")
+
+        async def publish(version: tuple[Manifest, np.ndarray]) -> None:
+            fill(store, *version)
+            await publisher.publish(*store.open(version[0].version.number))
+
+        monkeypatch.setattr(publisher_module, "code", slow)
+        assert publisher.holders() == []
+        await publish(policy.version())
+        assert publisher.holders() == []  # the newest one is kept anyway
+        await publish(policy.step())
+        assert publisher.holders() == ["the delta of the served weights to be made", "weights 0 to be compressed"]
+        go_on.set()
+        await until(lambda: publisher.holders() == [])
+        monkeypatch.setattr(publisher, "_send_ranges", lambda *_: asyncio.Event().wait())
+        relay = await world.relay("far", "raw")
+        relay.host = ""
+        fetching = asyncio.create_task(relay.fetch(1, policy.version()[0].version.content_hash))
+        await until(lambda: "far" in publisher._open)
+        assert publisher.holders() == []
+        await publish(policy.step())
+        await until(lambda: publisher.holders() == ["far to receive weights 1"])
+        fetching.cancel()
+
+    in_world(tmp_path, body, eager=True)
 
 
 def test_a_tampered_base_is_noticed_before_the_version_gets_its_name_and_complete_weights_come(tmp_path: Path) -> None:

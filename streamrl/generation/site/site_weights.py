@@ -154,6 +154,10 @@ class SiteWeights:
         """
         await self.home.ensure(version.number, version.content_hash)
 
+    def holders(self) -> list[str]:
+        """Return what is done for other sites with older versions than the newest, whose memory is kept until then."""
+        return [] if self._publisher is None else self._publisher.holders()
+
     @property
     def last_s(self) -> float:
         """Seconds that the latest transfer took."""

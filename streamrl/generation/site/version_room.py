@@ -2,7 +2,9 @@
 
 Two versions have to fit, which a launch makes sure of: the served one and the next. An instance that falls silent while
 it loads one keeps that version longer, so that the one after the next may not fit. Then its site waits until that
-instance has loaded the old version or has ended, and fetches again. Where a third version fits, nobody waits.
+instance has loaded the old version or has ended, and fetches again. A site that passes weights on keeps a version until
+its delta is made, it is compressed, and those have it that it is being sent to; its site waits for that, too. Where
+a third version fits, nobody waits.
 """
 
 from __future__ import annotations
@@ -53,8 +55,8 @@ class VersionRoom:
         """Fetch a version as `SiteWeights.fetch` does, again once there is room for it.
 
         Raises:
-            NoRoom: there is none, although no instance keeps an old version.
-            DeadlineExpired: an instance keeps one for too long, which the message names; or as of `SiteWeights.fetch`.
+            NoRoom: there is none, although nothing keeps an old version.
+            DeadlineExpired: one is kept for too long, by what the message names; or as of `SiteWeights.fetch`.
             RunFailed, RestartNeeded: as of `SiteWeights.fetch`.
         """
         fetch = partial(self._site.fetch, order.number, order.content_hash, order.source)
@@ -70,26 +72,32 @@ class VersionRoom:
 
         Raises:
             NoRoom: this very error; waiting would not help.
-            DeadlineExpired: an instance keeps an old version for too long.
+            DeadlineExpired: an old version is kept for too long.
         """
         before = self._store.room()
         self.tidy()
-        held = bool(self._loaded.holders())
+        held = bool(self._holders())
 
         def what() -> str:
-            return f"{', '.join(self._loaded.holders())} to load an older weight version, or to end: {error}"
+            return f"{' and '.join(self._holders())}: {error}"
 
         if held and not self._grown(error, before):
             log.warning("waiting for %s", what())
         async with self._waits.deadline(what, self._limit_s):
-            while self._loaded.holders() and not self._grown(error, before):
+            while self._holders() and not self._grown(error, before):
                 await asyncio.sleep(LOOK_S)
                 self.tidy()
         end = time.monotonic() + LET_GO_S
         while not self._grown(error, before) and time.monotonic() < end:
             await asyncio.sleep(LOOK_S)
-        if not held and not self._grown(error, before):
+        if not held and self._store.room() < error.nbytes:  # else what kept a version has ended just before
             raise error
+
+    def _holders(self) -> list[str]:
+        """Return what keeps older versions than the served one, as what is waited for."""
+        instances = self._loaded.holders()
+        loads = [f"{', '.join(instances)} to load an older weight version, or to end"] if instances else []
+        return loads + self._site.holders()
 
     def _grown(self, error: NoRoom, before: int) -> bool:
         """Return whether there is more room than `before`, and enough; a quota may leave less than what is free."""
