@@ -111,7 +111,7 @@ def load_run(run_dir: Path) -> RunData:
     """Read everything that the folder holds.
 
     Raises:
-        UserError: the folder does not exist, or holds none of a run's files.
+        UserError: the folder does not exist, holds none of a run's files, or is that of a site that only generates.
     """
     config = run_dir / RESOLVED_NAME
     metrics = run_dir / layout.METRICS
@@ -119,7 +119,8 @@ def load_run(run_dir: Path) -> RunData:
     try:
         status = read_status(run_dir)
     except UserError as error:
-        if not config.exists() and not metrics.exists():
+        generates = (run_dir / layout.SITE_STATUS).exists()  # its controller is on another machine
+        if not metrics.exists() and (generates or not config.exists()):
             raise
         notes.append(f"The run's state is unknown: {error}.")
     spans = TraceSpans(run_dir / layout.TRACE, details=False)

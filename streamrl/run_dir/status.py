@@ -423,8 +423,8 @@ def read_status(run_dir: Path) -> RunStatus:
     """Read the run's state as last written.
 
     Raises:
-        UserError: the folder does not exist or holds no run, or its status file is invalid, no plain file, or not for
-            this user to read.
+        UserError: the folder does not exist, holds no run or is that of a site that only generates, or its status file
+            is invalid, no plain file, or not for this user to read.
     """
     path = run_dir / layout.STATUS
     try:
@@ -439,6 +439,11 @@ def read_status(run_dir: Path) -> RunStatus:
         raise UserError(f"{path} cannot be read: {where}: {first['msg']}") from error
     if not run_dir.exists():
         raise UserError(f"no such run folder: {run_dir}{_known_runs(run_dir.parent)}")
+    if (run_dir / layout.SITE_STATUS).exists():
+        raise UserError(
+            f"{run_dir} is the folder of a site that only generates; expected the folder of the trainer's site, which "
+            "has the run's state, on that site's machine"
+        )
     from streamrl.config.load import RESOLVED_NAME  # takes long, and few readers come here
 
     if (run_dir / RESOLVED_NAME).exists():

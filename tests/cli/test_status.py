@@ -13,10 +13,11 @@ from types import SimpleNamespace
 import pytest
 
 from streamrl.cli import status
-from streamrl.config.load import load_cluster, load_run, save_resolved
+from streamrl.config.load import RESOLVED_NAME, load_cluster, load_run, save_resolved
 from streamrl.diagnose.snapshot import collect
 from streamrl.diagnose.stuck import judge
 from streamrl.launcher import supervisor
+from streamrl.run_dir import layout
 from streamrl.run_dir.launcher_lock import has_launcher, owner_here, owner_line
 from streamrl.run_dir.site_status import starting, write_site
 from streamrl.run_dir.start_stages import say
@@ -100,6 +101,18 @@ def test_a_start_is_shown_while_its_launcher_lives(
         assert streamrl(monkeypatch, "status", folder) == 0
     shown = capsys.readouterr().out
     assert "has not reported yet" in shown and "loading the model" in shown and "no launcher" not in shown
+
+
+@pytest.mark.parametrize("words", [("scale", "--pool", "tail", "--replicas", "2"), ("checkpoint",), ("report",)])
+def test_what_needs_the_run_refuses_a_generating_sites_folder(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured, words: tuple[str, ...]
+) -> None:
+    site(folder)
+    (folder / RESOLVED_NAME).touch()
+    assert streamrl(monkeypatch, words[0], folder, *words[1:]) == 2
+    error = capsys.readouterr().err
+    assert "is the folder of a site that only generates; expected the folder of the trainer's site" in error
+    assert "--resume" not in error and not (folder / layout.REPORT).exists()
 
 
 def test_a_generating_sites_folder_shows_what_the_site_says(
