@@ -55,3 +55,8 @@ def command(cluster: Path, sites: tuple[str, ...], replace: bool) -> None:
         if not (public := public_file(folder, site)).exists():
             click.echo(f"Still to be copied here: {public.name}, from {site}, where it is made")
     click.echo("A secret file must stay readable by its owner alone (chmod 600).")
+    if replace and made:
+        click.echo(
+            "Runs that go on: end them at all sites, and continue them once the new public keys are copied. A process "
+            "reads the keys as it starts, also in the middle of a run, and those with the old ones do not admit it."
+        )

@@ -196,7 +196,8 @@ def test_the_command_makes_only_the_named_sites_keys(tmp_path: Path) -> None:
     before = load_own(folder, "west")
     (folder / "west.key_secret").unlink()
     assert "west: kept, its public key is here, but not its secret one" in keys(tmp_path, "--site", "west").output
-    keys(tmp_path, "--replace", "--site", "west")
+    assert "Runs that go on" not in keys(tmp_path, "--site", "west").output
+    assert "Runs that go on: end them at all sites" in keys(tmp_path, "--replace", "--site", "west").output
     assert load_own(folder, "west") != before
 
 
