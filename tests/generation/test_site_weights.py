@@ -161,6 +161,17 @@ def test_a_relay_that_fails_to_send_a_version_that_it_has_is_not_asked_for_it_ag
     in_world(tmp_path, body)
 
 
+async def restart(world: World) -> None:
+    """Kill a world's publisher, and start one that has no versions yet."""
+    world.serving.cancel()
+    await world.hub._stop()  # without a goodbye
+    for door in world.hub._doors:
+        door.socket.close(0)
+    world.hub = await bind_again(lambda: Hub("publisher", WaitRegistry("restarted")).bind(world.address))
+    world.publisher = RecordingPublisher(world.hub, lambda peer: 3000)
+    world.serving = asyncio.create_task(world.publisher.serve())
+
+
 async def site_of(home: World, near: World, monkeypatch: pytest.MonkeyPatch) -> SiteWeights:
     """A site that can fetch from the trainer's site and from a nearer one, with links of their own."""
     relay = await home.relay("site", "raw")
@@ -262,6 +273,30 @@ def test_a_link_to_a_relay_that_was_lost_once_is_replaced(tmp_path: Path, monkey
     in_two_worlds(tmp_path, body)
 
 
+def test_a_relay_that_is_restarted_in_a_fetch_is_not_waited_for_and_is_asked_for_the_next_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def body(home: World, near: World) -> None:
+        monkeypatch.setattr(site_weights, "SOURCE_S", scaled(1000))
+        site, policy = await site_of(home, near, monkeypatch), Policy()
+        site.home.limit_s = scaled(1000)
+        for restarted, expected in (("in the fetch", None), ("never", "near"), ("before it", "near")):
+            if restarted == "before it":
+                old = near.hub.session
+                await restart(near)
+                await until(lambda old=old: site._others["near"].link._hub_session != old)
+            manifest, buffer = policy.step()
+            for world in (home, near):
+                await world.publisher.publish(manifest, buffer)
+            fetching = asyncio.create_task(site.fetch(manifest.version.number, manifest.version.content_hash, "near"))
+            if restarted == "in the fetch":
+                await until(lambda: bool(near.publisher._open))
+                await restart(near)
+            assert await fetching == (manifest.version, expected) and not site._left_out
+
+    in_two_worlds(tmp_path, body, kind=Begins)
+
+
 @pytest.mark.parametrize("error", [MemoryError("no room"), RunFailed("weight version 1 arrived corrupt 3 times")])
 def test_a_relay_that_sends_something_else_is_left_out_although_it_has_answered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
@@ -305,12 +340,7 @@ def test_a_fetch_that_a_hung_trainer_did_not_take_is_not_answered_by_the_restart
         await until(home.serving.done)
         fetching = asyncio.create_task(site.fetch(8, version.content_hash, None))
         await until(lambda: not home.hub._inbox.empty())
-        await home.hub._stop()  # without a goodbye
-        for door in home.hub._doors:
-            door.socket.close(0)
-        home.hub = await bind_again(lambda: Hub("publisher", WaitRegistry("restarted")).bind(home.address))
-        home.publisher = RecordingPublisher(home.hub, lambda peer: 3000)  # it has no version yet
-        home.serving = asyncio.create_task(home.publisher.serve())
+        await restart(home)
         with pytest.raises(RestartNeeded, match="the trainer was restarted"):
             await fetching
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from functools import partial
 
 from streamrl.errors import RestartNeeded, RunFailed, UserError
 from streamrl.runtime.process_context import RoleContext
@@ -25,6 +26,7 @@ from streamrl.runtime.site_connections import (
     to_relay,
 )
 from streamrl.transport.deadlines import DeadlineExpired, WaitRegistry, never
+from streamrl.transport.endpoint import Link
 from streamrl.transport.endpoint_base import Endpoint, PeerLost, Refused
 from streamrl.weights.assembly import make_relay
 from streamrl.weights.backends.streamed import make_publisher
@@ -44,6 +46,10 @@ LEFT_OUT_S = 600.0
 ASK_AGAIN_S = 0.25
 
 
+class RelayRestarted(PeerLost):
+    """Raised when another site's relay is a new process, which does not know what its predecessor was asked for."""
+
+
 class SiteWeights:
     """The weights of one site: its store, the relays that fill it, and the publisher that passes them on."""
 
@@ -59,6 +65,8 @@ class SiteWeights:
         self._last = self.home
         self._others: dict[str, WeightRelay] = {}
         """Relays that get weights from other sites, by site; made when first needed."""
+        self._asked: str | None = None
+        """The site whose relay is asked for a version now; None: no other site's."""
         self._left_out: dict[str, float] = {}
         """Until when sites are not asked whose relays could not be used (monotonic seconds), by site."""
         self._closed_bytes = self._closed_corrupt = 0
@@ -132,8 +140,9 @@ class SiteWeights:
                 raise  # here, whoever sends it
             except (RunFailed, UserError, MemoryError) as error:
                 log.warning("getting weights %d from the trainer's site: %s", number, error)
-                # one that has it too late, or has skipped it, may have the next version
-                if not (isinstance(error, NotPublished) or (isinstance(error, DeadlineExpired) and self._answered)):
+                # one that has it too late, has skipped it, or was restarted, may have the next version
+                may_have_next = isinstance(error, NotPublished | RelayRestarted)
+                if not (may_have_next or (isinstance(error, DeadlineExpired) and self._answered)):
                     self._left_out[source] = time.monotonic() + LEFT_OUT_S
                 if isinstance(error, PeerLost | Refused):  # such a link sends no heartbeats any more
                     await self._drop(source)
@@ -172,6 +181,16 @@ class SiteWeights:
         self.home.link.forget_sent()
         raise RestartNeeded("the trainer was restarted")
 
+    def _relay_restarted(self, source: str, link: Link) -> None:
+        """End the link to another site's relay if it is being asked, as the new process will not answer.
+
+        Raises:
+            RelayRestarted: it is.
+        """
+        link.forget_sent()
+        if self._asked == source:
+            raise RelayRestarted(f"the relay of {source} was restarted")
+
     async def _fetch_in_time(self, source: str, number: int, content_hash: str) -> WeightVersion:
         """Fetch as `_fetch_from` does, as long as bytes come, and within `SOURCE_SHARE` of the time for a fetch.
 
@@ -185,10 +204,12 @@ class SiteWeights:
             return self._others[source].since_progress if source in self._others else never()
 
         async with self.waits.deadline(what, SOURCE_SHARE * self.home.limit_s):
+            self._asked = source
             try:
                 async with self.waits.deadline(what, SOURCE_S, since_progress):
                     return await self._fetch_from(source, number, content_hash)
             finally:
+                self._asked = None
                 self._answered |= since_progress() < time.monotonic() - began
 
     async def _drop(self, source: str) -> None:
@@ -203,11 +224,13 @@ class SiteWeights:
 
         Raises:
             NotPublished: the relay has newer versions, but not this one, or fails to send it.
+            RelayRestarted: the relay was restarted meanwhile.
             RunFailed: it cannot be fetched from there.
             UserError: a key is missing, or other users can read the secret key.
         """
         if source not in self._others:
             link = to_relay(self.context, source, self.waits)
+            link.on_new_hub = partial(self._relay_restarted, source, link)
             try:
                 await connect_relay(self.context, link, source)
             except BaseException:
