@@ -79,9 +79,10 @@ def _condition(one: ProcessFacts, facts: Facts) -> Condition:
     if one.alive == "disk-sleep":
         return Condition(Rank.DISK, f"waits for a disk or a network file system (state D, {used}){where}")
     idle = cpu < IDLE_CPU and one.alive != "running"
-    if one.loop == "blocked" and idle:
+    blocked = one.loop == "blocked" and not facts.disk_full  # its answer would have to be written
+    if blocked and idle:
         return Condition(Rank.HANGS, f"hangs: its event loop is blocked and it computes nothing ({used}){where}")
-    if one.loop == "blocked":
+    if blocked:
         return Condition(Rank.CALL, f"is busy in one call: its event loop is blocked ({used}){where}")
     if idle:
         return Condition(Rank.IDLE, f"computes nothing ({used})" + (", but answers" if one.loop == "answers" else ""))
@@ -108,6 +109,8 @@ def fatal(one: ProcessFacts, facts: Facts) -> Condition | None:
     if one.exit_code is not None:
         words = one.last_words.splitlines()[0].removeprefix(one.name).strip() if one.last_words else ""
         return Condition(Rank.DEAD, words or f"ended with exit code {one.exit_code}")
+    if facts.disk_full and facts.launcher_lives and one.alive == "gone":
+        return Condition(Rank.DEAD, "is gone, and the launcher cannot write what it has done about it")
     unnoticed = "and the launcher has not noticed" + (
         ": it is stopped itself" if any(p.role == "launcher" and p.alive == "stopped" for p in facts.processes) else ""
     )

@@ -40,6 +40,8 @@ WORD = r"[\w-]+"
 """What a name of a process consists of, unless it has dots as well."""
 LITTLE_DISK_GB = 0.5
 """Free space, in GB, below which the run's disk is reported as full."""
+NO_DISK_GB = 0.001
+"""Free space, in GB, below which the run's processes cannot be expected to write anything."""
 
 
 @dataclass(frozen=True)
@@ -159,7 +161,14 @@ class Facts:
     site: SiteFacts | None = None
     launcher_gone: bool = False
     """Whether the launcher that had the run's lock last was on this machine, and is not there any more."""
+    launcher_lives: bool = False
+    """Whether that launcher is on this machine, and holds the lock."""
     disk_free_gb: float | None = None
+
+    @property
+    def disk_full(self) -> bool:
+        """Whether what the run's folder says may be old because nothing can be written there."""
+        return self.disk_free_gb is not None and self.disk_free_gb < NO_DISK_GB
 
     @cached_property
     def by_name(self) -> dict[str, ProcessFacts]:

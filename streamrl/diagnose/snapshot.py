@@ -58,7 +58,8 @@ def collect(run_dir: Path, threads: bool = False, ask: bool = True) -> Facts:
         ValueError: status.json has the wrong form.
     """
     status = _read_json(run_dir / layout.STATUS)
-    launcher_gone = _owner_gone(run_dir)
+    there = _owner_there(run_dir)
+    launcher_gone = there is False
     seen = _find(run_dir, status or {}, launcher_gone)
     for one in seen if ask else ():
         if threads:
@@ -91,6 +92,7 @@ def collect(run_dir: Path, threads: bool = False, ask: bool = True) -> Facts:
         addresses=_addresses(run_dir),
         site=_site(run_dir, site) if site is not None else None,
         launcher_gone=launcher_gone,
+        launcher_lives=there is True,
         disk_free_gb=psutil.disk_usage(str(run_dir)).free / 1e9,
     )
 
@@ -290,17 +292,18 @@ def _written_at(folder: Path) -> float:
         return 0.0
 
 
-def _owner_gone(run_dir: Path) -> bool:
-    """Return whether the launcher that had the run's lock last was on this machine and has ended.
+def _owner_there(run_dir: Path) -> bool | None:
+    """Return whether the launcher that had the run's lock last lives; None: unknown, or it was on another machine.
 
-    One in a container has another pid here, so what counts is the lock, which is asked only if the pid is gone.
+    One in a container has another pid here, so what counts is the lock. That it is free tells nothing while there is a
+    process of that pid: a launcher may be about to take it.
     """
-    if (found := owner(run_dir)) is None:
-        return False
-    pid, host = found
+    if (found := owner(run_dir)) is None or found[1] != socket.gethostname():
+        return None
+    there = False
     with contextlib.suppress(OverflowError):  # no process has such a pid
-        return host == socket.gethostname() and not psutil.pid_exists(pid) and not has_launcher(run_dir)
-    return False
+        there = psutil.pid_exists(found[0])
+    return has_launcher(run_dir) or (None if there else False)
 
 
 def _run(status: Mapping[str, Any]) -> RunFacts:

@@ -87,6 +87,10 @@ class Verdict:
 def judge(facts: Facts) -> Verdict:
     """Judge whether the run makes progress, and if not, who waits for whom. Pure: equal facts give equal verdicts."""
     verdict = _judge(facts)
+    if facts.disk_full and verdict.state in ("slow", "stuck"):  # then it may be the cause of everything else
+        begin, full = f"{verdict.state}: ", _little_disk(facts)
+        sentence = f"{begin}{full}; {verdict.sentence.removeprefix(begin)}"
+        verdict = replace(verdict, sentence=sentence, details=[text for text in verdict.details if text != full])
     known = [name for one in facts.processes if (name := named(one)) in verdict.sentence]
     details = [text for text in verdict.details if not text.startswith(tuple(f"{name} " for name in known))]
     return replace(verdict, details=details)
@@ -260,8 +264,11 @@ def _silently_gone(facts: Facts, age: float) -> bool:
     """Return whether all own processes are gone, and what should be written all the time is `age` seconds old.
 
     A run or a site of another container shows no process here: only what it writes says that it lives. If the age of
-    that is unknown, the run may live on a machine whose clock is ahead.
+    that is unknown, the run may live on a machine whose clock is ahead. A launcher that lives may have started others,
+    which it could not write down.
     """
+    if facts.launcher_lives:
+        return False
     started = _started(facts)
     silent = (is_silent(age) if started else age > STARTING_SILENT_S) or facts.launcher_gone
     return silent and all(p.exit_code is not None or p.alive in ("gone", "zombie") for p in started)
@@ -392,8 +399,12 @@ def _details(facts: Facts) -> list[str]:
         elif silent > SILENT_AFTER_S:
             found.append(f"site {site} has been silent for {seconds(silent)}")
     if facts.disk_free_gb is not None and facts.disk_free_gb < LITTLE_DISK_GB:
-        found.append(f"the run's disk is full: {facts.disk_free_gb:.2f} GB free")
+        found.append(_little_disk(facts))
     return found
+
+
+def _little_disk(facts: Facts) -> str:
+    return f"the run's disk is full: {facts.disk_free_gb or 0:.2f} GB free"
 
 
 # -- sentences

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import signal
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 
-from streamrl.errors import ErrorCode, UserError
+from streamrl.errors import FULL, ErrorCode, UserError
 from streamrl.launcher.entry_point import AGAIN
 from streamrl.launcher.local_backend import start
 from streamrl.launcher.site_setup import Share
@@ -47,6 +46,8 @@ class ProcessGroup:
         self._leaving: dict[str, float] = {}
         """Instances that should end, with the time at which each is killed if it has not (monotonic seconds)."""
         self._written: dict[str, list[StartedProcess]] = {}
+        self._unwritten: dict[str, str] = {}
+        """Line for the user about each site whose file cannot be written; '': it was told."""
         self._deaths: defaultdict[str, list[float]] = defaultdict(list)
         """Times of death of processes other than instances, by name (monotonic seconds)."""
         self._due: dict[str, float | None] = {}
@@ -239,9 +240,23 @@ class ProcessGroup:
         for site, folder in self.share.folders.items():
             started = [self._as_started(p) for p in self._processes if p.spec.site == site]
             if started != self._written.get(site):
-                with contextlib.suppress(OSError):  # a full disk does not end the run here
+                try:
                     write_started(folder, started)
-                    self._written[site] = started  # else the next look tries again
+                except OSError as error:  # a full disk does not end the run here: the next look tries again
+                    text = (
+                        f"cannot write {folder / layout.PROCESSES}: {error.strerror or error}; until it can be, site "
+                    )
+                    text += f"{site} hears of no process that has ended or was started"
+                    self._unwritten.setdefault(site, ErrorCode.DISK.refer(text) if error.errno in FULL else text)
+                else:
+                    self._written[site] = started
+                    self._unwritten.pop(site, None)
+
+    def troubles(self) -> list[str]:
+        """Return lines for the user about what cannot be written, each once until it is written again."""
+        lines = [line for line in self._unwritten.values() if line]
+        self._unwritten = dict.fromkeys(self._unwritten, "")
+        return lines
 
     def _as_started(self, process: RunProcess) -> StartedProcess:
         spec, code = process.spec, process.exit_code

@@ -171,7 +171,7 @@ def _watch(
         if share.network is not None:
             share.network.check()
         family.reconcile()
-        for line in [*family.revive(), *trackers.look()]:
+        for line in [*family.revive(), *family.troubles(), *trackers.look()]:
             view.say(line)
         for name, silent in watchdog.hanging(family.started).items():
             silence = f"{name} has given no sign of life for {silent:.0f} s: it is taken for dead"

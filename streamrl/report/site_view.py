@@ -10,10 +10,12 @@ from typing import Self
 from rich.console import Console
 
 from streamrl.report.start_lines import StartLines
+from streamrl.report.summary import duration
 from streamrl.report.terminal import TextConsole
 from streamrl.run_dir import layout
 from streamrl.run_dir.site_status import SiteStatus, read_site
 from streamrl.run_dir.start_stages import StageReader
+from streamrl.run_dir.status import STALE_AFTER_S
 
 WAITS_S = 60.0
 """Most seconds between two lines while nothing starts: a site may wait hours for the trainer's site."""
@@ -55,7 +57,8 @@ class SiteView:
         mark = (status.state, status.away, status.lacks_weights, status.congested, status.weight_version)
         if mark != self._shown or now - self._shown_at > REPEATED_AFTER_S:
             self._shown, self._shown_at = mark, now
-            self.say(line(status))
+            age = now - status.updated_at
+            self.say(line(status) + (f"; as of {duration(age)} ago" if age > STALE_AFTER_S else ""))
 
     def say(self, text: str) -> None:
         """Write a line of the launcher."""

@@ -319,8 +319,10 @@ def test_a_launcher_in_a_container_is_there_as_long_as_it_has_its_lock(tmp_path:
         lock.write(f"process {ended.pid} on {socket.gethostname()}")  # as its pid is in there
         lock.flush()
         fcntl.flock(lock, fcntl.LOCK_EX)
-        assert not collect(tmp_path, ask=False).launcher_gone
-    assert collect(tmp_path, ask=False).launcher_gone
+        there = collect(tmp_path, ask=False)
+        assert there.launcher_lives and not there.launcher_gone
+    gone = collect(tmp_path, ask=False)
+    assert gone.launcher_gone and not gone.launcher_lives
 
 
 def test_the_pids_of_another_host_or_container_say_nothing_here(tmp_path: Path) -> None:

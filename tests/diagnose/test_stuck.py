@@ -540,6 +540,38 @@ def test_a_full_disk_is_told() -> None:
     assert judge(replace(facts(TRAINER), disk_free_gb=0.01)).details == ["the run's disk is full: 0.01 GB free"]
 
 
+FULL_SITE = SiteFacts("b", "serving", NOW - 145.0, 0.2, 3)
+
+
+def test_a_full_disk_is_told_before_what_its_old_files_say() -> None:
+    gone = (process("service-b", "service", 51, alive="gone"), process("b-one-0", "instance", 52, alive="gone"))
+    verdict = judge(Facts(NOW, None, gone, site=FULL_SITE, launcher_lives=True, disk_free_gb=0.0))
+    assert (verdict.state, verdict.failed) == ("stuck", False)
+    assert verdict.sentence.startswith(
+        "stuck: the run's disk is full: 0.00 GB free; site b: service-b (pid 51) is gone,"
+    )
+    assert "has not noticed" not in verdict.sentence and not any("disk" in text for text in verdict.details)
+    assert judge(Facts(NOW, None, gone, site=FULL_SITE)).state == "ended"
+
+
+def test_a_process_that_cannot_write_its_answer_does_not_hang() -> None:
+    deaf = (process("service-b", "service", 51, loop="blocked"),)
+    known = Facts(NOW, None, deaf, site=FULL_SITE, launcher_lives=True)
+    assert "hangs" in judge(known).sentence
+    assert "hangs" not in "".join([(full := judge(replace(known, disk_free_gb=0.0))).sentence, *full.details])
+
+
+def test_a_run_whose_launcher_lives_has_not_ended() -> None:
+    gone = tuple(
+        process(name, role, 9, alive="gone") for name, role in (("controller", "controller"), ("a", "trainer"))
+    )
+    seen = facts(processes=gone, age_s=90.0)
+    assert judge(seen).state == "ended"
+    assert judge(replace(seen, launcher_lives=True)).sentence.startswith(
+        "stuck: the controller (pid 9) has not written"
+    )
+
+
 def test_the_stack_of_the_main_thread_is_the_last_one() -> None:
     assert innermost(THREADS) == "predict (controller/length_predictor.py:71)"
     assert innermost(()) == ""

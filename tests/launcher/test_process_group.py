@@ -22,6 +22,7 @@ from streamrl.launcher.entry_point import AGAIN
 from streamrl.launcher.local_backend import LocalProcess, start
 from streamrl.launcher.process_group import ProcessGroup
 from streamrl.launcher.started_process import RunProcess
+from streamrl.run_dir import layout
 from streamrl.run_dir.instance_files import (
     StartedProcess,
     WantedInstance,
@@ -359,7 +360,12 @@ def test_what_a_full_disk_has_kept_from_being_written_is_written_later(
         os.kill(pid, signal.SIGKILL)
         wait_for(lambda: not is_alive(pid), 10)
         family.reconcile()
-    assert alive(tmp_path)["i-0"][0] == pid  # as it was written last
+        assert alive(tmp_path)["i-0"][0] == pid  # as it was written last
+        [line] = family.troubles()
+        assert line.startswith(f"cannot write {tmp_path / layout.PROCESSES}: No space left on device; until it can be,")
+        assert line.endswith("(see docs: E1007)")
+        family.reconcile()
+        assert family.troubles() == []
     until(lambda: "i-0" not in alive(tmp_path), family)
 
 

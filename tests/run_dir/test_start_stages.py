@@ -23,6 +23,7 @@ from streamrl.report.panels import render
 from streamrl.report.site_view import SiteView
 from streamrl.report.start_lines import StartLines, present, with_stages
 from streamrl.run_dir import start_stages
+from streamrl.run_dir.site_status import write_site
 from streamrl.run_dir.start_stages import READY, Stage, StageReader, history, read_stages, say, waiting_for
 from streamrl.run_dir.status import RunStatus, write_status
 from tests.report.synthetic import START, make_row, make_status
@@ -252,6 +253,18 @@ def test_a_site_of_its_own_tells_stages_too(tmp_path: Path) -> None:
     with SiteView(tmp_path, screen.console, lambda: screen.now) as view:
         view.refresh()
     assert any("west-a-0: importing vLLM" in line for line in screen.take())
+
+
+def test_a_site_that_cannot_write_its_state_is_shown_as_it_was_and_when(tmp_path: Path) -> None:
+    screen = Screen(terminal=False)
+    with SiteView(tmp_path, screen.console, lambda: screen.now) as view:
+        values = {"site": "west", "state": "serving", "trainer_silent_s": 0.1, "samples_sent": 3}
+        write_site(tmp_path, values | {"updated_at": screen.now})
+        view.refresh()
+        assert "as of" not in screen.take()[-1]
+        screen.now += 35
+        view.refresh()
+    assert screen.take()[-1].endswith("3 samples sent, 0 in flight; as of 35s ago")
 
 
 def test_status_shows_a_run_whose_controller_has_not_written_yet(tmp_path: Path) -> None:
