@@ -69,7 +69,8 @@ def command(directory: Path, stacks: str | None) -> None:
         sys.exit(STUCK)
     verdict, console = judge(facts), terminal()
     with console.capture() as text:
-        sentence = ErrorCode.HANG.refer(verdict.sentence) if verdict.exit_code == STUCK else verdict.sentence
+        code = ErrorCode.DISK if facts.disk_full else ErrorCode.HANG
+        sentence = code.refer(verdict.sentence) if verdict.exit_code == STUCK else verdict.sentence
         console.print(sentence, soft_wrap=True)
         _show(facts, verdict, console)
         if stacks is not None:

@@ -6,8 +6,10 @@ import re
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 from click.testing import CliRunner
 
@@ -615,6 +617,14 @@ def test_a_wait_past_its_limit_ends_the_command_with_3(tmp_path: Path) -> None:
     assert result.exit_code == 3, result.output
     assert result.output.startswith("stuck: controller has waited ")
     assert "(limit 60 s, which has passed) for 3 rewards" in result.output.splitlines()[0]
+
+
+def test_a_full_disk_refers_to_its_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wait = {"owner": "controller", "waiting_for": "3 rewards of 1 groups", "since": time.time() - 90, "limit_s": 60}
+    status.write_status(tmp_path, make_status(3, 20, time.time(), waits=[wait]))
+    monkeypatch.setattr(psutil, "disk_usage", lambda _: SimpleNamespace(free=0))
+    first, *_ = CliRunner().invoke(command, [str(tmp_path)]).output.splitlines()
+    assert first.startswith("stuck: the run's disk is full: 0.00 GB free; ") and first.endswith("(see docs: E1007)")
 
 
 def test_a_folder_without_a_run_is_bad_input(tmp_path: Path) -> None:
