@@ -10,7 +10,8 @@ import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
-from streamrl.config.run import RunConfig
+from streamrl.config.algorithm import PPOConfig
+from streamrl.config.run import CRITIC_KEY, RunConfig
 from streamrl.config.schedule import staleness_limit
 from streamrl.errors import ErrorCode, UserError
 from streamrl.machine.model_files import resolve_model, weight_bytes
@@ -18,9 +19,9 @@ from streamrl.run_dir import layout
 from streamrl.run_dir.checkpoints import CheckpointFolder
 from streamrl.run_dir.launcher_lock import in_use, owner_here
 
-CHECKPOINT_BYTES_PER_WEIGHT_BYTE = 7
-"""Size of a checkpoint relative to the bf16 weights: those (2 bytes per parameter), and fp32 weights with two AdamW
-moments (12)."""
+STATE_BYTES_PER_WEIGHT_BYTE = 6
+"""Size of a trained model's state in a checkpoint relative to its bf16 weights (2 bytes per parameter): fp32 weights
+with two AdamW moments (12). A critic has only that, the policy its bf16 weights, too."""
 
 PART_BYTES = 200
 """Bytes of each part of a path that is tried; file systems take 255 in a name."""
@@ -130,7 +131,11 @@ def _checkpoint_bytes(run: RunConfig) -> int:
     Raises:
         UserError: there is no such model.
     """
-    return weight_bytes(Path(resolve_model(run.model.path))) * CHECKPOINT_BYTES_PER_WEIGHT_BYTE
+    policy = weight_bytes(Path(resolve_model(run.model.path)))
+    critic = 0
+    if isinstance(run.algorithm, PPOConfig):
+        critic = policy if run.critic_path is None else weight_bytes(Path(resolve_model(run.critic_path, CRITIC_KEY)))
+    return policy + STATE_BYTES_PER_WEIGHT_BYTE * (policy + critic)
 
 
 def _to_come(run: RunConfig, resumed: Path | None) -> int:

@@ -71,6 +71,22 @@ def test_a_run_needs_no_room_for_more_checkpoints_than_it_will_write(
     assert f"{7 * written}.0 GiB needed for {written} checkpoints, all that the run will write" in problem
 
 
+@pytest.mark.parametrize(("own", "size"), [(None, 13), (512, 10)])
+def test_a_checkpoint_of_ppo_has_the_state_of_its_critic(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: int | None, size: int
+) -> None:
+    usage = namedtuple("usage", "free")
+    policy = make_model(tmp_path / "m", megabytes=1024).model_dump()
+    path = {} if own is None else {"path": make_model(tmp_path / "critic", megabytes=own).model.path}
+    values = policy | {"steps": 3, "checkpoint": {"every": 100}, "algorithm": {"name": "ppo", "critic": path}}
+    run = RunConfig.model_validate(values | {"evaluation": {"every": 100}})
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(size * GIB))
+    assert list(check_disk(run, tmp_path)) == list(disk_warnings(run, tmp_path)) == []
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(size * GIB - 1))
+    (problem,), (warning,) = check_disk(run, tmp_path), disk_warnings(run, tmp_path)
+    assert f"{size}.0 GiB needed" in problem and f"may take {size}.0 GiB" in warning
+
+
 @pytest.mark.parametrize("emulated", [(), ("a-site-of-the-cluster",)])
 def test_a_path_is_refused_exactly_where_sqlite_refuses_it(tmp_path: Path, emulated: tuple[str, ...]) -> None:
     run = RunConfig(name="run")
