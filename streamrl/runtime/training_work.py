@@ -15,12 +15,12 @@ def work_of(run: RunConfig, algorithm: str | None = None) -> TrainingWork:
         algorithm: name of an algorithm that takes the place of the run's; None: the run's own.
     """
     critic = int((algorithm or run.algorithm.name) == "ppo")
-    reference = int(run.algorithm.needs_reference)
+    frozen = run.algorithm.needs_reference + run.algorithm.needs_proximal(run.updates_per_version)
     optimizer, batch = run.optimizer, run.batch
     return TrainingWork(
         1 + critic,
-        critic + reference,
-        reference,
+        critic + frozen,
+        frozen,
         optimizer.gradient_checkpointing,
         batch.epochs,
         batch.mini_batches,

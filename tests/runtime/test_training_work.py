@@ -17,4 +17,10 @@ def test_passes_and_updates_are_those_of_the_batch() -> None:
     assert work_of(RunConfig()) == TrainingWork(recompute=RunConfig().optimizer.gradient_checkpointing, compiled=True)
     reused = RunConfig.model_validate({"batch": {"epochs": 4}})
     assert [work_of(reused, name).after_batch for name in (None, "grpo", "ppo")] == [0.75, 0.75, 1.0]
+    decoupled = {"name": "grpo", "off_policy": {"ratio_to": "proximal"}}
+    for reused, copies in (({}, 0), ({"epochs": 2}, 1), ({"mini_batches": 2}, 1)):
+        copied = RunConfig.model_validate(
+            {"batch": {"prompts_per_step": 8, **reused}, "schedule": schedule, "algorithm": decoupled}
+        )
+        assert (work_of(copied).frozen, work_of(copied).forward_only) == (copies, copies)
     assert not work_of(RunConfig.model_validate({"optimizer": {"compile": False}})).compiled
