@@ -69,16 +69,25 @@ class MemoryShape:
     @property
     def whole_gradients(self) -> bool:
         """Whether each rank of the trainer keeps the gradients of all its layers, as `training/learner.py` decides."""
+        return self._keeps_gradients_of(self.model)
+
+    @property
+    def whole_gradients_of_critic(self) -> bool:
+        """The same of a critic of another size."""
+        return self.work.critic is not None and self._keeps_gradients_of(self.work.critic)
+
+    def _keeps_gradients_of(self, model: Transformer) -> bool:
         if self.reduction == "auto":
-            return reduces_once(self.model.parameters / self.tensor_parallel, self.trainer_gpu_bytes)
+            return reduces_once(model.parameters / self.tensor_parallel, self.trainer_gpu_bytes)
         return self.reduction == "step"
 
     @property
     def consistent(self) -> bool:
         """Whether the trainer's ranks can be divided like this."""
-        heads, kv_heads, sharing = self.model.heads, self.model.kv_heads, self.sequence_parallel
-        one_way = sharing == 1 or (self.tensor_parallel == 1 and self.model.attends_alone)
-        return one_way and self.ranks // self.nodes % sharing == 0 and not undivided_heads(heads, kv_heads, sharing)
+        sharing, trained = self.sequence_parallel, [self.model, *([self.work.critic] if self.work.critic else [])]
+        one_way = sharing == 1 or (self.tensor_parallel == 1 and all(one.attends_alone for one in trained))
+        divided = not any(undivided_heads(one.heads, one.kv_heads, sharing) for one in trained)
+        return one_way and self.ranks // self.nodes % sharing == 0 and divided
 
 
 @dataclass(frozen=True)
@@ -114,7 +123,10 @@ class MemoryPhase:
 def phases(shape: MemoryShape) -> tuple[MemoryPhase, ...]:
     """Return the phases of the trainer's GPUs and of an instance's; of both together if they share their GPUs."""
     tp, sharing = shape.tensor_parallel, shape.sequence_parallel
-    layout = TrainerLayout(max(1, shape.ranks // tp), tp, shape.whole_gradients, sharing)
+    layout = TrainerLayout(
+        *(max(1, shape.ranks // tp), tp, shape.whole_gradients, sharing),
+        whole_gradients_of_critic=shape.whole_gradients_of_critic,
+    )
     states = memory_per_gpu(shape.model, shape.work, layout, 0.0)
     tokens = max(shape.micro_tokens, shape.longest)
     activations = memory_per_gpu(shape.model, shape.work, layout, tokens) - states
@@ -180,7 +192,7 @@ def _changes(shape: MemoryShape) -> Iterator[tuple[str, dict[str, Any]]]:
         while (micro := max(shape.longest, micro - MICRO_STEP)) > shape.longest:
             yield f"batch.micro_batch_tokens: {micro}", {"micro_tokens": micro}
         yield f"batch.micro_batch_tokens: {micro}", {"micro_tokens": micro}
-    if shape.whole_gradients and shape.ranks > shape.tensor_parallel:
+    if (shape.whole_gradients or shape.whole_gradients_of_critic) and shape.ranks > shape.tensor_parallel:
         yield "trainer.reduce_gradients: micro_batch", {"reduction": "micro_batch"}
     if not shape.work.recompute:
         yield "optimizer.gradient_checkpointing: selective", {"work": replace(shape.work, recompute="selective")}

@@ -24,7 +24,7 @@ these is done before the longest sample is.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
 
@@ -97,14 +97,14 @@ for both directions in the L40S's table (scheduler/cost/hardware.py). Gen 5 mach
 
 @dataclass(frozen=True)
 class TrainingWork:
-    """Models that an algorithm trains and evaluates on the trainer's GPUs, all of one size."""
+    """Models that an algorithm trains and evaluates on the trainer's GPUs, all of one size but for `critic`."""
 
     trained: int = 1
     """Models with gradients: the actor, and PPO's critic."""
     forward_only: int = 0
-    """Additional forward passes: log-probabilities of the reference, values of the critic."""
+    """Additional forward passes: log-probabilities of the reference and of the proximal copy, values of the critic."""
     frozen: int = 0
-    """Models held without gradients: the reference."""
+    """Models held without gradients: the reference, the proximal copy."""
     recompute: bool | Literal["selective"] = True
     """Activation checkpointing. True: one more forward pass of a trained model, much less memory; selective: without
     the products and attention, less memory (`optimizer.gradient_checkpointing`)."""
@@ -117,6 +117,9 @@ class TrainingWork:
     tensor parallelism."""
     after_batch: float = 0.0
     """Share of the training that begins only once a step has all its groups (`simulation.stages.Stages`)."""
+    critic: Transformer | None = None
+    """Shape of a critic of another size than the policy's, one of the trained models; None: there is none of another
+    size. Only `memory_per_gpu` asks."""
 
     @property
     def updates(self) -> int:
@@ -220,6 +223,8 @@ class TrainerLayout:
     """Ranks that share each row of tokens (`trainer.sequence_parallel`); they are part of the shards."""
     compiles: bool = True
     """Whether the devices are GPUs, for which parts of a model are compiled (`TrainingWork.compiled`)."""
+    whole_gradients_of_critic: bool = False
+    """`whole_gradients` of a critic of another size (`TrainingWork.critic`)."""
 
 
 def reduces_once(weights: float, memory_bytes: float) -> bool:
@@ -255,10 +260,29 @@ def memory_per_gpu(model: Transformer, work: TrainingWork, layout: TrainerLayout
     """Return the bytes that each GPU needs.
 
     Args:
-        model: one size for all roles.
+        model: one size for all roles, but for a critic of another size.
         work: models that are held.
         layout: how they are spread.
         micro_tokens: tokens of a rank's micro-batch, or of that of the ranks that share its rows.
+    """
+    if work.critic is not None:
+        whole = layout.whole_gradients_of_critic
+        # computes after the policy: the weights that are gathered, and the activations, are those of the larger one
+        of_policy, states = _memory_of(model, replace(work, trained=work.trained - 1), layout, micro_tokens)
+        of_critic, more = _memory_of(
+            *(work.critic, replace(work, trained=1, frozen=0), replace(layout, whole_gradients=whole), micro_tokens),
+            predicts=False,
+        )
+        return states + more + max(of_policy, of_critic)
+    return sum(_memory_of(model, work, layout, micro_tokens))
+
+
+def _memory_of(
+    model: Transformer, work: TrainingWork, layout: TrainerLayout, micro_tokens: float, predicts: bool = True
+) -> tuple[float, float]:
+    """Return the bytes of models of one size: what they take while one of them computes, and what they always have.
+
+    Without `predicts` they have no output head for tokens.
     """
     tp, parts = layout.tensor_parallel, layout.tensor_parallel * layout.shard
     states = (work.trained * TRAINED_BYTES + work.frozen * FROZEN_BYTES) * model.parameters / parts
@@ -267,8 +291,8 @@ def memory_per_gpu(model: Transformer, work: TrainingWork, layout: TrainerLayout
         states += work.trained * REDUCE_BYTES * model.parameters / tp * (1 - 1 / layout.shard)
     kept, again = _activation_bytes(model, work, layout)
     own = micro_tokens / layout.sequence_parallel
-    head, held = _head_bytes(model, own) / tp, _held_gradient(model, own) / tp
-    return states + gathered / tp + own * kept + max(head, held + own * again)
+    head, held = (_head_bytes(model, own) / tp, _held_gradient(model, own) / tp) if predicts else (0.0, 0.0)
+    return gathered / tp + own * kept + max(head, held + own * again), states
 
 
 def _head_bytes(model: Transformer, tokens: float) -> float:

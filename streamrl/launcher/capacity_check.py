@@ -7,7 +7,7 @@ from pathlib import Path
 
 from streamrl.config.algorithm import PPOConfig
 from streamrl.config.cluster import ClusterConfig
-from streamrl.config.run import RunConfig
+from streamrl.config.run import CRITIC_KEY, RunConfig
 from streamrl.errors import ErrorCode
 from streamrl.launcher.gpu_checks import sites_here
 from streamrl.machine.engine_settings import MOST_ARRANGED_BYTES
@@ -136,20 +136,26 @@ def memory_warnings(cluster: ClusterConfig, run: RunConfig, free: float, site: s
     state as it waits there.
     """
     weights = weight_bytes(folder := Path(resolve_model(run.model.path)))
-    learning = 2 if isinstance(run.algorithm, PPOConfig) else 1  # policy, critic
+    trained = {folder: weights}  # policy, and a critic with files of its own
+    learning = weights
+    if isinstance(run.algorithm, PPOConfig):
+        own = Path(resolve_model(run.critic_path, CRITIC_KEY)) if run.critic_path else folder
+        trained[own] = weight_bytes(own)
+        learning += trained[own]
     frozen = run.algorithm.needs_reference + run.algorithm.needs_proximal(run.updates_per_version)
-    copies = frozen * FROZEN_BYTES_PER_WEIGHT_BYTE
+    copies = frozen * FROZEN_BYTES_PER_WEIGHT_BYTE * weights
     if cluster.hardware == "cuda":
         copies += learning * WAITING_BYTES_PER_WEIGHT_BYTE
         ranks = sum(one.trainer.ranks for one in sites_here(cluster, site) if one.trainer)
-        loading = 0 if ranks > 1 and in_slices(folder) else ranks * LOADING_BYTES_PER_WEIGHT_BYTE
+        whole = [size for one, size in trained.items() if ranks == 1 or not in_slices(one)]  # one after the other
+        loading = ranks * LOADING_BYTES_PER_WEIGHT_BYTE * max(whole, default=0)
         most = max(loading, copies if ranks and takes_turns(True, run) else 0)
-        return _too_little(most * weights + ranks * PROCESS_BYTES, free, "host memory") if ranks else []
+        return _too_little(most + ranks * PROCESS_BYTES, free, "host memory") if ranks else []
     needed = 0.0
     for one in sites_here(cluster, site):
         if one.trainer:
             training = learning * TRAINING_BYTES_PER_WEIGHT_BYTE + copies
-            needed += training * weights + one.trainer.ranks * PROCESS_BYTES
+            needed += training + one.trainer.ranks * PROCESS_BYTES
         for pool in one.generation:
             held = weights + min(weights, MOST_ARRANGED_BYTES) + pool.kv_cache_gb * 2**30 + PROCESS_BYTES
             needed += pool.replicas * held

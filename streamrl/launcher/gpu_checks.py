@@ -10,13 +10,13 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from scheduler.capacity.gpu_memory import GIB, MemoryPhase, MemoryShape, phases, smallest_change
 from scheduler.cost.model_shapes import Transformer, keeps_heads, window_of
 from streamrl.config.cluster import ClusterConfig, GenerationPool, Site
-from streamrl.config.run import RunConfig
+from streamrl.config.run import CRITIC_KEY, RunConfig
 from streamrl.errors import ErrorCode, UserError
 from streamrl.launcher.model_check import config_of
 from streamrl.machine.compute_type import AMPERE, dotted, no_bf16
@@ -29,6 +29,7 @@ from streamrl.machine.gpus import (
     pairs_without_peer_access,
     usable_devices,
 )
+from streamrl.machine.model_files import read_config, resolve_model
 from streamrl.runtime.device_turns import takes_turns
 from streamrl.runtime.process_plan import ProcessSpec, plan_processes, possible_instances
 from streamrl.runtime.training_work import work_of
@@ -223,11 +224,18 @@ def memory_shapes(cluster: ClusterConfig, run: RunConfig, uses: Sequence[GpuUse]
     """Return (what, shape) of each kind of GPU use: one per generation pool, beside the trainer, or the trainer alone.
 
     A model that the cost model does not know, that caches something else than keys and values by heads, or that is not
-    here, has none.
+    here, has none. Nor has a run with such a critic.
     """
+    work = work_of(run)
     try:
         values = config_of(run)
         model = Transformer.from_config(run.model.path, values)
+        if run.critic_path is not None:
+            of_critic = read_config(Path(resolve_model(run.critic_path, CRITIC_KEY)))
+            if not keeps_heads(of_critic):
+                return []
+            # without an output head, as if that were the embedding
+            work = replace(work, critic=replace(Transformer.from_config(run.critic_path, of_critic), tied=True))
     except (UserError, ValueError):
         return []
     if not keeps_heads(values):  # its cache is smaller, or its layers have other weights
@@ -241,7 +249,7 @@ def memory_shapes(cluster: ClusterConfig, run: RunConfig, uses: Sequence[GpuUse]
         of_trainer = [gpu.total_bytes for gpu in own.gpus] if own else []
         shape = MemoryShape(
             model=model,
-            work=work_of(run),
+            work=work,
             micro_tokens=run.batch.micro_batch_tokens,
             longest=run.model.max_context,
             window=window_of(values),

@@ -126,7 +126,7 @@ class Trainer:
         self.ppo = run.algorithm if isinstance(run.algorithm, PPOConfig) else None
         self.layout = ShardedLayout(self.policy.model, published or compute_type(run), run.weights.generation_dtype)
         self.operations = TrainingOperations.of(
-            self.policy, self.reference is not None, self.proximal is not None, self.critic is not None
+            self.policy, self.reference is not None, self.proximal is not None, of_critic
         )
         self._nothing = pack([NOTHING]).to(device)
         self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None

@@ -114,6 +114,21 @@ def test_memory_counts_the_trainer_and_every_instance(weights: int, tmp_path: Pa
     assert f"about {total} GiB of memory, {needed / GIB - 0.1:.1f} GiB are free, 0.1 GiB are missing" in warning
 
 
+@pytest.mark.parametrize(("own", "critic"), [(None, 1), (4, 4), (0.5, 0.5)])
+def test_memory_counts_a_critic_with_its_own_size(own: float | None, critic: float, tmp_path: Path) -> None:
+    values = make_model(tmp_path / "m", megabytes=1024).model_dump()
+    path = {} if own is None else {"path": make_model(tmp_path / "critic", megabytes=int(1024 * own)).model.path}
+    run = RunConfig.model_validate(values | {"algorithm": {"name": "ppo", "critic": path}})
+    in_ram = cluster(kv_cache_gb=1.5)
+    needed = (10 * (1 + critic) + 2 + 2 * (1 + 1 + 1.5 + 1)) * GIB
+    assert capacity_check.memory_warnings(in_ram, run, needed) == []
+    assert capacity_check.memory_warnings(in_ram, run, needed - 0.1 * GIB) != []
+    on_gpu = ClusterConfig.model_validate({"hardware": "cuda", "sites": {"here": {"trainer": {}, "generation": [{}]}}})
+    loading = (2 * max(1, critic) + 1) * GIB
+    assert capacity_check.memory_warnings(on_gpu, run, loading) == []
+    assert capacity_check.memory_warnings(on_gpu, run, loading - 0.1 * GIB) != []
+
+
 @pytest.mark.parametrize(
     ("schedule", "ranks", "config", "needed"),  # GiB: model or state, processes
     [

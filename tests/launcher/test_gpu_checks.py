@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from scheduler.capacity.gpu_memory import phases
+from scheduler.cost.model_shapes import Transformer
 from streamrl.config.cluster import ClusterConfig
 from streamrl.config.run import RunConfig
 from streamrl.errors import UserError
@@ -293,6 +294,50 @@ def test_whole_gradients_count_where_the_cluster_file_asks_for_them(tmp_path: Pa
     gpus = [replace(H100, total_bytes=23 * GIB)] * 3
     (problem,) = gpu_checks.check_memory(cluster, run, gpu_checks.uses_here(cluster, run, gpus))
     assert "the smallest change that fits: trainer.reduce_gradients: micro_batch" in problem
+
+
+def critic_at(folder: Path, **config: object) -> dict[str, object]:
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(QWEN | config))
+    (folder / "tokenizer.json").write_text("{}")
+    (folder / "model.safetensors").write_text("")
+    return {"name": "ppo", "critic": {"path": str(folder)}}
+
+
+def states_of(tmp_path: Path, **run: object) -> float:
+    cluster, config = configuration(tmp_path, **run)  # type: ignore[arg-type]
+    uses = gpu_checks.uses_here(cluster, config, [H100, replace(H100, number=1)])
+    ((_, shape),) = gpu_checks.memory_shapes(cluster, config, uses)
+    return dict(phases(shape)[0].parts)["states and weights"]
+
+
+def test_a_critic_of_another_size_counts_with_its_own(tmp_path: Path) -> None:
+    alone, double = states_of(tmp_path), states_of(tmp_path, algorithm={"name": "ppo", "critic": {}})
+    weights = Transformer.from_config("policy", QWEN).parameters
+    assert double - alone == pytest.approx(16 * weights)
+    assert states_of(tmp_path, algorithm=critic_at(tmp_path / "same")) == pytest.approx(double)
+    half = states_of(tmp_path, algorithm=critic_at(tmp_path / "half", num_hidden_layers=14))
+    smaller = Transformer.from_config("critic", QWEN | {"num_hidden_layers": 14}).parameters
+    assert half - alone == pytest.approx(16 * smaller)
+    # it has no output head
+    untied = states_of(tmp_path, algorithm=critic_at(tmp_path / "untied", tie_word_embeddings=False))
+    assert untied == pytest.approx(double)
+    large = states_of(tmp_path, algorithm=critic_at(tmp_path / "large", num_hidden_layers=56))
+    larger = Transformer.from_config("critic", QWEN | {"num_hidden_layers": 56}).parameters
+    assert large - alone == pytest.approx(16 * larger + 2 * (larger - weights))  # with its copies in bf16
+
+
+def test_no_memory_is_counted_with_a_critic_of_an_unknown_kind(tmp_path: Path) -> None:
+    for config in ({"num_experts": 8}, {"kv_lora_rank": 256}):
+        cluster, run = configuration(tmp_path, algorithm=critic_at(tmp_path / "critic", **config))
+        assert gpu_checks.memory_shapes(cluster, run, gpu_checks.uses_here(cluster, run, [H100])) == []
+
+
+def test_the_proximal_copy_counts_where_the_trainer_holds_one(tmp_path: Path) -> None:
+    decoupled = {"name": "grpo", "off_policy": {"ratio_to": "proximal"}}
+    with_reference = states_of(tmp_path, algorithm={"name": "grpo", "kl": {"coef": 0.1}})
+    assert states_of(tmp_path, algorithm=decoupled) == states_of(tmp_path) < with_reference
+    assert states_of(tmp_path, algorithm=decoupled, batch={"epochs": 2}) == with_reference
 
 
 def test_the_plan_of_this_machine_has_every_phase_of_a_shared_gpu(tmp_path: Path, two_gpus: None) -> None:

@@ -428,8 +428,8 @@ def test_operations_are_counted_as_torch_counts_them(tiny_model: Path, one_rank:
         # attention's own products are counted by whole squares there, and by the half that is needed here
         batch = pack(groups)
         models = 4 + (3 if trainer.critic else 0)
-        assert trainer.operations.shape is not None
-        attention = models * trainer.operations.shape.forward_flops(0, batch.squares(separate=False))
+        assert trainer.operations.policy.shape is not None
+        attention = models * trainer.operations.policy.shape.forward_flops(0, batch.squares(separate=False))
         assert stats.flops - attention == pytest.approx(products, rel=0.02)
         assert stats.row_tokens == batch.input_ids.shape[1]
 
