@@ -16,6 +16,15 @@ from streamrl.machine.model_files import read_config, resolve_model, token_rows
 FULL_ON_CPU = {"fp8", "mxfp4"}
 """Kinds of quantized weights that transformers turns into full ones as it loads them, where there is no GPU."""
 
+POSITIONS_BY_FAMILY = {
+    **dict.fromkeys(("codegen", "ctrl", "gpt-sw3", "gpt2", "gpt_bigcode", "gptj", "openai-gpt"), "n_positions"),
+    "dbrx": "max_seq_len",
+    "kimi_linear": "model_max_length",
+    "rwkv": "context_length",
+}
+"""Key of config.json for the positions, of those values of `model_type` that do not call them max_position_embeddings
+(the attribute maps of transformers 5.19); in other families these keys may mean nothing."""
+
 
 def config_of(run: RunConfig) -> dict[str, Any]:
     """Return the `config.json` of a run's model; empty if it cannot be read.
@@ -111,7 +120,10 @@ def _needs_full(path: str, kind: str) -> str:
 
 def _positions(config: Mapping[str, Any]) -> int | None:
     """Return how many tokens a model's context has; None: it does not say."""
-    longest = config.get("max_position_embeddings") or text_part(config).get("max_position_embeddings")
+    for part in (config, text_part(config)):
+        named = POSITIONS_BY_FAMILY.get(str(part.get("model_type")), "max_position_embeddings")
+        if longest := part.get(named) or part.get("max_position_embeddings"):
+            break
     return longest if isinstance(longest, int) else None
 
 

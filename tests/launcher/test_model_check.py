@@ -8,12 +8,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from streamrl.config.cluster import ClusterConfig
 from streamrl.config.run import CRITIC_KEY, RunConfig
 from streamrl.errors import RunFailed, UserError
 from streamrl.launcher import preflight
-from streamrl.launcher.model_check import check_critic, check_heads, check_model, critic_warnings
+from streamrl.launcher.model_check import (
+    POSITIONS_BY_FAMILY,
+    check_critic,
+    check_heads,
+    check_model,
+    critic_warnings,
+)
 from streamrl.training.critic import load_critic
 from streamrl.training.policy_model import load_policy
 from tests.tiny_model import save_tiny_model
@@ -55,6 +63,21 @@ def test_a_context_longer_than_the_model_has_positions(tmp_path: Path) -> None:
     assert "has 1023 positions" in "".join(check_model(run))
     for config in ({"max_position_embeddings": 1024}, {"n_positions": 7}, {"quantization_config": None}):
         assert list(check_model(of_model(model(tmp_path / "m", **config)))) == []
+
+
+@pytest.mark.parametrize(("family", "key"), POSITIONS_BY_FAMILY.items())
+def test_positions_are_found_by_the_name_that_a_family_gives_them(tmp_path: Path, family: str, key: str) -> None:
+    values = {"model_type": family, key: 20}
+    assert "has 20 positions, 1024 are asked for" in "".join(check_model(of_model(model(tmp_path / "m", **values))))
+    (problem,) = check_critic(cluster(), with_critic(tmp_path, **values, max_position_embeddings=None))
+    assert problem.startswith("model.max_context: the critic ") and "has 20 positions" in problem
+
+
+def test_the_names_of_positions_are_those_of_transformers() -> None:
+    families = {name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if name in CONFIG_MAPPING}
+    maps = {name: CONFIG_MAPPING[name].attribute_map or {} for name in families | set(POSITIONS_BY_FAMILY)}
+    named = {name: one["max_position_embeddings"] for name, one in maps.items() if "max_position_embeddings" in one}
+    assert named == POSITIONS_BY_FAMILY
 
 
 def test_heads_that_cannot_be_shared_out_are_told(tmp_path: Path) -> None:
