@@ -95,6 +95,7 @@ def step_metrics(
         groups_not_finite=len(batch.not_finite),
         groups_void=sum(map(batch.too_few_survivors, batch.dropped)),
         samples_total=len(survivors),
+        samples_left_out=len(survivors) - sum(len(batch.counted(group)) for group in groups),
         **_of_void(judged),
         samples_parked=deferred,
         prompts_too_long=prompts_too_long,

@@ -174,7 +174,12 @@ def no_gradient(row: MetricsRow) -> str:
     """
     if row.tokens_trained != 0 or row.changed_nothing:
         return ""
-    return "no gradient" + (": all answers reach the token limit" if row.truncated_fraction == 1 else "")
+    cause = ""
+    if row.samples_left_out and row.samples_left_out == row.samples_total:
+        cause = ": all answers reach the token limit"
+    elif row.samples_left_out == 0 and row.groups_no_gradient == row.groups_total:
+        cause = ": all rewards of each group are equal"
+    return f"no gradient{cause}"
 
 
 def run_notes(

@@ -113,6 +113,9 @@ class MetricsRow(StepRow):
         description="samples trained: those of the step's groups that have a reward; in Prometheus "
         "`streamrl_train_samples`",
     )
+    samples_left_out: int | None = Field(
+        None, description="samples of samples_total without a loss: the token limit cut them, with mask_truncated"
+    )
     samples_judged: int | None = Field(
         None, description="samples of the step's groups, of those that they replaced, and of those not finite"
     )

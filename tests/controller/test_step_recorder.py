@@ -128,11 +128,12 @@ def test_that_all_samples_are_cut_and_masked_is_said_once(tmp_path: Path, caplog
             made.take(pool.take())
         return made
 
-    record(tmp_path, batch(1, "length", "stop"), batch(2, "length", "length", masks=False))
+    rows = record(tmp_path, batch(1, "length", "stop"), batch(2, "length", "length", masks=False))
+    assert [row.samples_left_out for row in rows] == [2, 0]
     assert caplog.messages == []
     first, second = record(tmp_path, batch(3, "length", "length"), batch(4, "length", "length"))
     assert (first.tokens_trained, first.groups_no_gradient, first.truncated_fraction) == (0, 2, 1.0)
-    assert second.groups_no_gradient == 2
+    assert (second.groups_no_gradient, second.samples_left_out, second.samples_total) == (2, 4, 4)
     assert caplog.messages == [
         "step 3 trained nothing: every sample with a reward was cut by the token limit, and algorithm.mask_truncated "
         "leaves them out of the loss: raise sampling.max_tokens (said once)"

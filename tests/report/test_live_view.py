@@ -602,11 +602,16 @@ def test_a_refused_step_and_a_mismatch_of_weights_are_said_until_the_run_ends(tm
 
 
 def test_a_step_that_trains_nothing_is_said(tmp_path: Path) -> None:
-    cut = make_row(1, tokens_trained=0, truncated_fraction=1.0, groups_no_gradient=8)
+    whole = make_row(1).model_dump() | {"tokens_trained": 0, "truncated_fraction": 1.0, "groups_no_gradient": 8}
+    whole |= {"groups_total": 8, "samples_total": 64}
+    cut = MetricsRow.model_validate(whole | {"samples_left_out": 64})
     said = "no gradient: all answers reach the token limit"
     assert f"  8 groups without gradient  {said}  " in step_line(cut, None, 20, None)
-    partly = step_line(make_row(1, tokens_trained=0, truncated_fraction=0.9), None, 20, None)
-    assert "  no gradient  " in partly
+    flat = step_line(MetricsRow.model_validate(whole | {"samples_left_out": 0}), None, 20, None)
+    assert "  8 groups without gradient  no gradient: all rewards of each group are equal  " in flat
+    for left_out in (None, 63):  # of an earlier version; some groups are cut, others of equal rewards
+        partly = step_line(MetricsRow.model_validate(whole | {"samples_left_out": left_out}), None, 20, None)
+        assert "  no gradient  " in partly
     for row in (make_row(1), make_row(1, tokens_trained=None), make_row(1, tokens_trained=0, step_skipped=True)):
         assert "no gradient" not in step_line(row, None, 20, None)
     with RowWriter(tmp_path / "metrics.jsonl", MetricsRow) as metrics:
