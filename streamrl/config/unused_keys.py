@@ -54,6 +54,12 @@ def unused_keys(run: RunConfig) -> Iterable[ConfigProblem]:
         for key in _changed(algorithm, ("max_replaced",)):
             reason = "has no use without dynamic_sampling: leave it out, or set dynamic_sampling: true"
             yield _problem(("algorithm", key), ("algorithm", "dynamic_sampling"), reason)
+    elif not algorithm.most_replaced(prompts := run.batch.prompts_per_step):
+        reason = (
+            f"is {algorithm.max_replaced:g}, of batch.prompts_per_step {prompts} less than one group: none would be "
+            "replaced; expected more, or dynamic_sampling: false"
+        )
+        yield _problem(("algorithm", "max_replaced"), ("batch", "prompts_per_step"), reason)
     margin = None if algorithm.overlong is None else algorithm.overlong.margin_tokens
     if margin is not None and margin >= run.sampling.max_tokens:
         reason = (

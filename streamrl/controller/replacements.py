@@ -43,7 +43,7 @@ class Replacements:
     def _charge(self, step: int, issued: int) -> bool:
         """Charge one replacement to the first step with room; return False if there is none."""
         size = self.run.batch.prompts_per_step
-        limit = self.run.algorithm.max_replaced * size
+        limit = self.run.algorithm.most_replaced(size)
         last = max(step, -(-issued // size))
         for number in range(step, last + 1):
             if self._charged[number] < limit:

@@ -204,6 +204,10 @@ def test_every_mistake_of_a_file_is_told_in_one_message_in_its_order(write: Writ
             "F:1: 'algorithm.kl.placement' has no use with coef: 0, without a KL term",
         ),
         (
+            "algorithm: {name: dapo, max_replaced: 0.3}\nbatch: {prompts_per_step: 3}\n",
+            "F:1: 'algorithm.max_replaced' is 0.3, of batch.prompts_per_step 3 less than one group: none would be",
+        ),
+        (
             "algorithm: {name: grpo, max_replaced: 5}\n",
             "F:1: 'algorithm.max_replaced' has no use without dynamic_sampling: leave it out",
         ),

@@ -57,6 +57,27 @@ def test_dynamic_sampling_replaces_flat_groups_up_to_its_limit() -> None:
     assert replacements.replaces(finish(pool, "e", [1.0, 1.0]), StepBatch(run, 2), issued=4)
 
 
+@pytest.mark.parametrize(
+    ("share", "prompts", "most"),
+    [
+        (0.3, 4, 1),
+        (1e-9, 4, 0),
+        (0.1, 10, 1),
+        (0.29, 100, 29),
+        (0.57, 100, 57),
+        (0.1, 3, 0),
+        (2.5, 3, 7),
+        (1.1, 10, 11),
+    ],
+)
+def test_no_more_groups_are_replaced_than_a_fraction_allows(share: float, prompts: int, most: int) -> None:
+    run = config(prompts, name="dapo", max_replaced=share)
+    pool, replacements, batch = pool_of("a", batch=2), Replacements(run), StepBatch(run, 1)
+    flat = finish(pool, "a", [1.0, 1.0])
+    found = [replacements.replaces(flat, batch, issued=prompts) for _ in range(most + 2)]
+    assert found == [True] * most + [False] * 2
+
+
 def test_a_replacement_may_be_charged_to_a_step_of_which_only_a_part_has_been_issued() -> None:
     run = config(2, name="dapo", max_replaced=1.0)
     pool, replacements, batch = pool_of("abcde", batch=2), Replacements(run), StepBatch(run, 1)
