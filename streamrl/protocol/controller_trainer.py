@@ -159,7 +159,8 @@ class Refusal(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     what: str
     """'weight', "AdamW's exp_avg", "AdamW's exp_avg_sq", 'loss', 'gradient', or 'update' (it would have overflowed)."""
     name: str
-    """Name of the first tensor concerned; for a loss, the number of the micro-batch."""
+    """Name of the first tensor concerned, 'critic. ..' if it is the critic's; for a loss, the number of the
+    micro-batch."""
 
     def __str__(self) -> str:
         if self.what == "loss":

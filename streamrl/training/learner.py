@@ -195,7 +195,13 @@ class Learner(Generic[Model]):
     """A sharded model and its optimizer."""
 
     def __init__(
-        self, model: Model, lr: float, run: RunConfig, device: torch.device, division: Division | None = None
+        self,
+        model: Model,
+        lr: float,
+        run: RunConfig,
+        device: torch.device,
+        division: Division | None = None,
+        prefix: str = "",
     ) -> None:
         """Shard the model and make its optimizer.
 
@@ -205,8 +211,9 @@ class Learner(Generic[Model]):
             run: the run's configuration; `optimizer` has the other options of AdamW.
             device: this rank's device.
             division: see `shard`.
+            prefix: what the names of weights begin with where they are told.
         """
-        self.division = division or Division()
+        self.division, self._prefix = division or Division(), prefix
         weights = sum(parameter.numel() for parameter in model.parameters())
         self._reduces_once = self.division.reduces_once(weights, device)
         self.model: Model = shard(model, run, device, True, self.division)
@@ -293,7 +300,7 @@ class Learner(Generic[Model]):
     def damage(self) -> Refusal | None:
         """Return which weight or moment of AdamW is not finite on this rank; None: all are."""
         if name := first_not_finite(self._weights):
-            return Refusal("weight", name)
+            return Refusal("weight", self._prefix + name)
         for moment in MOMENTS:
             states = {
                 name: self.optimizer.state[weight][moment]
@@ -301,14 +308,14 @@ class Learner(Generic[Model]):
                 if moment in self.optimizer.state.get(weight, {})
             }
             if name := first_not_finite(states):
-                return Refusal(f"AdamW's {moment}", name)
+                return Refusal(f"AdamW's {moment}", self._prefix + name)
         return None
 
     def bad_gradient(self) -> Refusal | None:
         """Return which weight's accumulated gradient is not finite on this rank; None: all are."""
         gradients = {name: weight.grad for name, weight in self._weights.items() if weight.grad is not None}
         name = first_not_finite(gradients)
-        return None if name is None else Refusal("gradient", name)
+        return None if name is None else Refusal("gradient", self._prefix + name)
 
     def overflow(self, norm: float, lr: float) -> Refusal | None:
         """Return which weight the update might leave non-finite on this rank; None: it provably leaves all finite.
@@ -321,7 +328,7 @@ class Learner(Generic[Model]):
         clipped = min(norm, self.options.max_grad_norm) * (1.0 + 1e-5)
         for name, weight, *both in zip(trained, *self._sizes, strict=True):
             if not stays_finite(weight, clipped, (both[0], both[1]), lr, self.options):
-                return Refusal("update", name)
+                return Refusal("update", self._prefix + name)
         return None
 
     def update(self, lr: float) -> None:

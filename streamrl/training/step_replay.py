@@ -24,6 +24,7 @@ from streamrl.rollouts.kept_micro_batches import KeptStep
 from streamrl.rollouts.micro_batch import TrainGroup
 from streamrl.run_dir.checkpoints import CheckpointFolder
 from streamrl.training.trainer import Trainer
+from streamrl.training.trainer_models import CRITIC_PREFIX
 from streamrl.weights.finite import largest
 
 
@@ -143,7 +144,7 @@ def _watched(trainer: Trainer) -> Iterator[list[str]]:
 
     models: list[tuple[str, nn.Module]] = [("", trainer.policy)]
     if trainer.critic:
-        models.append(("critic.", trainer.critic.model))
+        models.append((CRITIC_PREFIX, trainer.critic.model))
     hooks = [
         watch(prefix + (name or "the whole"), module)
         for prefix, model in models

@@ -40,7 +40,6 @@ from streamrl.training.agreements import agreed_packing
 from streamrl.training.checkpoint_check import check_trainer_state
 from streamrl.training.checkpoint_writing import StateWriter, checkpoint_weights, load_state, write_model
 from streamrl.training.compiled_parts import failures_told
-from streamrl.training.critic import Critic
 from streamrl.training.early_copy import EarlyCopy
 from streamrl.training.hidden_states import has_own_rows
 from streamrl.training.host_offload import HostOffload
@@ -125,13 +124,14 @@ class Trainer:
         self.reference, self.proximal = self.models.reference, self.models.proximal
         self.ppo = run.algorithm if isinstance(run.algorithm, PPOConfig) else None
         self.layout = ShardedLayout(self.policy.model, published or compute_type(run), run.weights.generation_dtype)
+        of_critic = None if self.critic is None else self.critic.model
         self.operations = TrainingOperations.of(
             self.policy, self.reference is not None, self.proximal is not None, of_critic
         )
         self._nothing = pack([NOTHING]).to(device)
         self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None
         """Stream of the copies to a GPU."""
-        computing: list[Policy | Critic] = [self.policy, *([] if self.critic is None else [self.critic.model])]
+        computing = [one for one in (self.policy, of_critic) if one is not None]
         self._separate = any(one.separate for one in computing)
         self._padded = any(one.separate and not has_own_rows(one.model) for one in computing)
         self._offload = HostOffload(pinned=device.type == "cuda")

@@ -29,6 +29,9 @@ from streamrl.training.packing_choice import Packing
 from streamrl.training.policy_model import Policy, load_policy
 from streamrl.training.sequence_parallel import SequenceRanks
 
+CRITIC_PREFIX = "critic."
+"""Beginning of the names of the critic's weights and modules where they are told."""
+
 
 @dataclass(frozen=True)
 class TrainerModels:
@@ -77,7 +80,7 @@ class TrainerModels:
             path, key = (critic_path, CRITIC_KEY) if critic_path else (model_path, MODEL_KEY)
             own = agreed_packing(run, critic_path, division.rows, CRITIC_KEY) if critic_path else packing
             model = load_critic(path, checkpointing, own.attention, ranks, shards, key, resumed)
-            critic = Learner(model, algorithm.critic.lr, run, device, division)
+            critic = Learner(model, algorithm.critic.lr, run, device, division, CRITIC_PREFIX)
         models = cls(policy, critic, reference, proximal)
         models._speed_up(run, device, division.layers)
         return models

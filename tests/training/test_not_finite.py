@@ -130,6 +130,44 @@ def test_a_damaged_weight_or_moment_refuses_every_step_and_is_named(
     assert same(everything(trainer), before)
 
 
+def critics_weight(trainer: Trainer) -> torch.Tensor:
+    assert trainer.critic is not None
+    return list(trainer.critic.model.parameters())[3]
+
+
+def moment_of_critic(trainer: Trainer) -> torch.Tensor:
+    assert trainer.critic is not None
+    moment: torch.Tensor = trainer.critic.optimizer.state[critics_weight(trainer)]["exp_avg"]
+    return moment
+
+
+def gradient_of_critic(trainer: Trainer) -> torch.Tensor:
+    gradient = critics_weight(trainer).grad
+    assert gradient is not None
+    return gradient
+
+
+@pytest.mark.parametrize(
+    ("what", "damaged", "value"),
+    [
+        ("weight", critics_weight, math.nan),
+        ("AdamW's exp_avg", moment_of_critic, math.inf),
+        ("gradient", gradient_of_critic, math.nan),
+        ("update", moment_of_critic, 1e38),
+    ],
+)
+def test_what_is_not_finite_of_the_critic_is_named_as_its_own(
+    tiny_model: Path, one_rank: None, what: str, damaged: Damage, value: float
+) -> None:
+    trainer = trained(tiny_model, PPO)
+    trainer.accumulate(random_groups(2), is_last=True)
+    with torch.no_grad():
+        damaged(trainer).view(-1)[7] = value
+    assert trainer.critic is not None
+    name = "critic." + [name for name, _ in trainer.critic.model.named_parameters()][3]
+    assert trainer.step(1, 10.0).refused == Refusal(what, name)
+
+
 def test_a_weight_that_is_not_finite_is_neither_published_nor_saved(
     tiny_model: Path, one_rank: None, tmp_path: Path
 ) -> None:
