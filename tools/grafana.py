@@ -60,7 +60,7 @@ ROWS: dict[str, list[Chart]] = {
             "Output length", [_train("output_length_mean", "{{run}} mean"), _train("output_length_p90", "{{run}} p90")]
         ),
         Chart("Loss", [_train("loss")]),
-        Chart("Gradient norm", [_train("grad_norm")]),
+        Chart("Gradient norm", [_train("grad_norm"), _train("critic_grad_norm", "{{run}} critic")]),
         Chart("Entropy", [_train("entropy")], about="nats per completion token"),
     ],
     "Off-policy": [

@@ -80,7 +80,7 @@ def _table(groups: list[ReplayedGroup]) -> Table:
             shown,
             str(one.tokens),
             f"{one.loss:.4g}",
-            f"{one.grad_norm:.4g}",
+            f"{one.grad_norm:.4g}" + ("" if one.critic_grad_norm is None else f", critic {one.critic_grad_norm:.4g}"),
             "; ".join(text for text in (one.inputs, one.where) if text),
             style=None if one.finite else "bold red",
         )

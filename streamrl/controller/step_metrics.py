@@ -73,6 +73,7 @@ def step_metrics(
         reward_by_task=_by_task(groups, Group.rewards),
         **_of_objective(stats, batch.earlier_normalizer + batch.normalizer, batch.run),
         grad_norm=result.grad_norm,
+        critic_grad_norm=result.critic_grad_norm,
         learning_rate=result.learning_rate,
         **_of_speed(stats, times, peak_tflops),
         **_of_lengths(np.array([s.output_length for s in generated])),

@@ -179,6 +179,8 @@ class StepDone(Answer, frozen=True, tag="step_done"):
     skipped: bool
     refused: Refusal | None = None
     """Reason for which nothing was changed; the step is not done then. None: it is done."""
+    critic_grad_norm: float | None = None
+    """None: there is no critic."""
 
 
 class ExamineDone(Answer, frozen=True, tag="examine_done"):

@@ -33,7 +33,7 @@ class MetricsRow(StepRow):
     reward_mean: float | None = Field(None, description="mean reward of the samples trained; void ones are left out")
     reward_std: float | None = Field(None, description="standard deviation of the rewards over the same samples")
     loss: float | None = None
-    grad_norm: float | None = Field(None, description="gradient norm before clipping")
+    grad_norm: float | None = Field(None, description="norm of the policy's gradient before clipping")
     entropy: float | None = Field(
         None,
         description="entropy of the policy, nats per completion token; of one in 8 without entropy_coef",
@@ -190,6 +190,9 @@ class MetricsRow(StepRow):
     )
     truncated_weight_fraction: float | None = Field(None, description="share of tokens whose weight was cut to its cap")
     value_loss: float | None = Field(None, description="loss of the critic; None without a critic")
+    critic_grad_norm: float | None = Field(
+        None, description="norm of the critic's gradient before clipping; None without a critic"
+    )
     value_clip_fraction: float | None = Field(
         None, description="share of tokens whose new value algorithm.critic.value_clip has cut; None without a critic"
     )

@@ -41,6 +41,8 @@ class ReplayedGroup:
     loss: float
     """Sum over its tokens, divided by the step's normalizer."""
     grad_norm: float
+    critic_grad_norm: float | None
+    """None: there is no critic."""
     inputs: str
     """What of its input is not finite, e.g. 'advantage of 12.3'; '': nothing."""
     where: str
@@ -49,7 +51,8 @@ class ReplayedGroup:
     @property
     def finite(self) -> bool:
         """Whether everything about the group is finite."""
-        return math.isfinite(self.loss) and math.isfinite(self.grad_norm) and not self.inputs and not self.where
+        norms = self.grad_norm, self.critic_grad_norm or 0.0
+        return math.isfinite(self.loss) and all(map(math.isfinite, norms)) and not self.inputs and not self.where
 
 
 class StepReplay:
@@ -99,6 +102,7 @@ class StepReplay:
                     tokens=group.loss_tokens,
                     loss=(stats.loss_sum + stats.value_loss_sum) / kept.normalizer,
                     grad_norm=result.grad_norm,
+                    critic_grad_norm=result.critic_grad_norm,
                     inputs=bad_inputs(group),
                     where=found[0] if found else "",
                 )

@@ -87,6 +87,8 @@ class StepResult:
     """Whether the gradient was discarded."""
     refused: Refusal | None = None
     """What was not finite, so that the gradient was discarded and nothing changed; None: everything was finite."""
+    critic_grad_norm: float | None = None
+    """L2 norm of the critic's gradient, before clipping; None: there is no critic."""
 
 
 class Trainer:
@@ -354,7 +356,7 @@ class Trainer:
         step_ends = skip or (refused is None and update + 1 == updates)  # a skipped update is its step's last one
         if step_ends and (step + 1) % self.run.schedule.sync_every == 0:
             self.models.renew_proximal()
-        return StepResult(norms[0], rates[0], skip or refused is not None, refused)
+        return StepResult(norms[0], rates[0], skip or refused is not None, refused, *norms[1:])
 
     def _forget_micro_batches(self) -> None:
         self._bad_losses, self._micro_batches = [], 0

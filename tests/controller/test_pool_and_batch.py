@@ -533,6 +533,10 @@ def test_step_metrics_are_what_they_say() -> None:
     assert (fast.drafted_tokens, fast.accepted_tokens) == (16, 8)
     assert fast.accepted_by_route == {"regular": 0.25, "tail": 0.75}
     assert (row.value_loss, row.step_skipped, row.groups_dropped) == (None, False, 0)
+    assert (row.grad_norm, row.critic_grad_norm) == (0.3, None)
+    of_critic = msgspec.structs.replace(result, critic_grad_norm=0.4)
+    with_critic = step_metrics(batch, times, of_critic, Traffic(7, 2.5), 2, 1.5, predictions, audit, 6)
+    assert (with_critic.grad_norm, with_critic.critic_grad_norm) == (0.3, 0.4)
     assert (row.samples_parked, row.weight_publications, row.length_bias_warning) == (6, 1, None)
     assert row.reward_by_task == {"task": 0.75}
     assert (row.ranker_recall_at_20, row.ranker_kendall_tau, row.ranker_refit_s) == (0.6, 0.4, 4.5)

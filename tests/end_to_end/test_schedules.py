@@ -121,7 +121,7 @@ def test_ppo_on_devices_that_are_shared_in_turns_and_two_steps_per_publication(t
     )
     metrics = assert_whole_batches(project.run_dir(), 4, bound=1)
     assert [row.staleness_max for row in metrics] == [0, 1, 0, 1]  # the second step of each publication
-    assert all(row.value_loss is not None and row.kl_mean is not None for row in metrics)
+    assert all(row.value_loss is not None and row.critic_grad_norm and row.kl_mean is not None for row in metrics)
     assert all(0 < (row.value_clip_fraction or 0) <= 0.5 for row in metrics)  # in the second of two passes only
     ended = {row.step: row.time for row in metrics}
     for step, rows in rows_by_step(project.run_dir()).items():  # those of both steps before the first one's update

@@ -116,6 +116,20 @@ def test_a_critic_of_another_size_is_replayed_as_it_was_trained(
     assert replay.checkpoint == 1 and all(one.finite for one in replay.groups(kept_step(named(random_groups(2)))))
 
 
+def test_a_gradient_of_the_critic_alone_makes_a_group_not_finite(
+    tiny_model: Path, one_rank: None, tmp_path: Path
+) -> None:
+    run = run_config(tiny_model, algorithm={"name": "ppo", "critic": {}})
+    replay = StepReplay(run, str(tiny_model), CheckpointFolder(tmp_path), 1)
+    kept = kept_step(named(random_groups(2)))
+    assert replay.trainer.critic is not None
+    good = list(replay.groups(kept))
+    assert all(one.finite and one.critic_grad_norm for one in good)
+    replay.trainer.critic.model.head.weight.register_hook(lambda gradient: gradient * math.nan)
+    bad = list(replay.groups(kept))
+    assert [(one.finite, one.where, one.grad_norm) for one in bad] == [(False, "", one.grad_norm) for one in good]
+
+
 def test_the_command_prints_every_group_and_refuses_a_step_without_micro_batches(
     tiny_model: Path, one_rank: None, tmp_path: Path
 ) -> None:

@@ -170,7 +170,7 @@ def test_a_step_uses_the_updated_weights_afterwards(tiny_model: Path, one_rank: 
     before = {name: tensor.clone() for name, tensor in trainer.weights()}
     first = trainer.accumulate(groups, is_last=True)
     result = trainer.step(0, normalizer=float(len(groups)))
-    assert result.grad_norm > 0 and not result.skipped
+    assert result.grad_norm > 0 and not result.skipped and result.critic_grad_norm is None
     after = dict(trainer.weights())
     assert any(not torch.equal(before[name], after[name]) for name in before)
     second = trainer.accumulate(groups, is_last=True)
@@ -276,6 +276,7 @@ def test_policy_and_critic_are_divided_by_the_batchs_normalizer(tiny_model: Path
         result = trainer.step(0, normalizer)
         after = [torch.cat([w.flatten() for w in weights_of(x)]) for x in (trainer.learner, trainer.critic)]
         assert result.grad_norm == pytest.approx(float(norms[-2]) / normalizer, rel=1e-4)
+        assert result.critic_grad_norm == pytest.approx(float(norms[-1]) / normalizer, rel=1e-4)
         for old, new, norm in zip(before, after, norms[-2:], strict=True):
             # lr / eps times the gradient, to the rounding of the fp32 weights
             assert float((new - old).norm()) == pytest.approx(1e-5 * float(norm) / normalizer, rel=0.02)

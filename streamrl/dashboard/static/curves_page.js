@@ -12,7 +12,7 @@ const CURVES = [
   ["idle share", [["bubble_fraction_generation", "instances"], ["bubble_fraction_training", "trainer"]]],
   ["tokens per second", [["tokens_per_s", "generated"], ["train_tokens_per_s", "trained, with prompts"]]],
   ["loss", [["loss", "policy"], ["value_loss", "critic"]]],
-  ["gradient norm", [["grad_norm", "before clipping"]]],
+  ["gradient norm before clipping", [["grad_norm", "policy"], ["critic_grad_norm", "critic"]]],
   ["entropy, nats per token", [["entropy", "policy"]]],
   ["trainer-generator mismatch, nats", [["logprob_gap_mean", "mean difference"]]],
   ["staleness, versions", [["staleness_mean", "mean"], ["staleness_max", "largest"]]],
