@@ -14,6 +14,7 @@ from streamrl.config.mistakes import ConfigProblem, KeyPath, dotted
 from streamrl.config.run import RunConfig
 from streamrl.config.schedule import PartialRolloutsConfig, TailBatchingConfig
 from streamrl.config.weight_sync import FETCHING
+from streamrl.surrogates import SURROGATES
 
 UNUSED = {
     "none": (("level", "low", "high"), "truncate or mask"),
@@ -71,6 +72,7 @@ def unused_keys(run: RunConfig) -> Iterable[ConfigProblem]:
         for key in _changed(optimizer, ("min_lr_fraction",)):
             reason = "has no use with decay: constant: leave it out, or choose linear, cosine or wsd"
             yield _problem(("optimizer", key), ("optimizer", "decay"), reason)
+    yield from _unused_of_ratio(run)
     yield from _unused_elsewhere(run)
     yield from _unused_of_dispatch(run)
     yield from _unused_after_failures(run)
@@ -95,6 +97,31 @@ def unused_cluster_keys(cluster: ClusterConfig) -> Iterable[ConfigProblem]:
             for key in _changed(site.launch, ("address",)):
                 reason = "has no use with backend: local, on this machine alone: leave it out, or set backend: ray"
                 yield _problem(("sites", name, "launch", key), ("sites", name, "launch", "backend"), reason)
+
+
+def _unused_of_ratio(run: RunConfig) -> Iterable[ConfigProblem]:
+    """Yield the choice of a surrogate, and keys of it, where the ratio that it takes is always 1.
+
+    At a ratio of 1 all surrogates with a ratio of each token have the same gradient, whatever their keys. One with a
+    ratio of each sequence differs where a correction weighs its tokens.
+    """
+    algorithm = run.algorithm
+    if algorithm.off_policy.ratio_to != "proximal" or run.updates_per_version > 1:
+        return
+    usual = type(algorithm).model_fields["surrogate"].default
+    choice = () if any(SURROGATES[one].by_sequence for one in (algorithm.surrogate, usual)) else ("surrogate",)
+    # another surrogate needs other keys
+    for key in _changed(algorithm, choice) or _changed(algorithm, SURROGATES[algorithm.surrogate].keys):
+        reason = (
+            "has no use with off_policy.ratio_to: proximal and one update between publications, where the ratio is "
+            "always 1: leave it out, or choose ratio_to: generator, or schedule.sync_every, batch.epochs or "
+            "mini_batches: 2 or more"
+        )
+        beside = (
+            *(("algorithm", "off_policy", "ratio_to"), ("schedule", "sync_every")),
+            *(("batch", "epochs"), ("batch", "mini_batches")),
+        )
+        yield ConfigProblem(("algorithm", key), f"'algorithm.{key}' {reason}", beside)
 
 
 def _unused_elsewhere(run: RunConfig) -> Iterable[ConfigProblem]:

@@ -212,6 +212,19 @@ def test_every_mistake_of_a_file_is_told_in_one_message_in_its_order(write: Writ
             "F:1: 'algorithm.max_replaced' has no use without dynamic_sampling: leave it out",
         ),
         (
+            "algorithm:\n  name: grpo\n  clip_high: 0.3\n  off_policy: {ratio_to: proximal, correction: truncate}\n",
+            "F:3: 'algorithm.clip_high' has no use with off_policy.ratio_to: proximal and one update between "
+            "publications, where the ratio is always 1: leave it out, or choose ratio_to: generator, or schedule.sync_",
+        ),
+        (
+            "algorithm:\n  name: sapo\n  off_policy: {ratio_to: proximal}\n  gate_negative: 2\n",
+            "F:4: 'algorithm.gate_negative' has no use with off_policy.ratio_to: proximal",
+        ),
+        (
+            "algorithm:\n  name: grpo\n  off_policy: {ratio_to: proximal}\n  surrogate: kept_gradient\n",
+            "F:4: 'algorithm.surrogate' has no use with off_policy.ratio_to: proximal",
+        ),
+        (
             "algorithm: {name: dapo, overlong: {margin_tokens: 128}}\n",
             "F:1: 'algorithm.overlong.margin_tokens' is 128, and sampling.max_tokens 128: every token of every answer "
             "would be penalised; expected a margin below sampling.max_tokens",
@@ -518,6 +531,23 @@ def test_keys_of_deltas_and_of_forecasts_have_a_use_where_there_are_some(write: 
     for told in ("refit_every: 0, path: ranker.lgb", "refit_every: 2"):
         assert load_run(write(f"ranker: {{{told}}}\ndispatch: {{policy: skew-aware}}")).dispatch.policy == "skew-aware"
         assert load_run(write(f"ranker: {{{told}, window: 200}}")).ranker.window == 200
+
+
+def test_what_shapes_the_ratio_is_only_told_where_the_ratio_is_always_1(write: Write) -> None:
+    proximal = "off_policy: {ratio_to: proximal, correction: truncate}"
+    clipped = f"algorithm: {{name: grpo, clip_high: 0.3, {proximal}}}\n"
+    assert "'algorithm.clip_high' has no use" in run_errors(write(clipped))[0]
+    for more in ("schedule: {name: stream, sync_every: 2}", "batch: {epochs: 2}"):
+        assert load_run(write(clipped + more)).algorithm.clip_high == 0.3
+    assert load_run(write("algorithm: {name: grpo, clip_high: 0.3}")).algorithm.clip_high == 0.3
+    file = write(clipped + "batch: {epochs: 2}\n")
+    assert load_run(file, ["batch.epochs=1"]).algorithm.clip_high == 0.3
+    for usual in ("dapo", "gspo", "cispo", "sapo"):
+        assert load_run(write(f"algorithm: {{name: {usual}, {proximal}}}")).algorithm.name == usual
+    # the ratio of a sequence has another gradient where a correction weighs its tokens
+    for name, other in (("gspo", "clip"), ("grpo", "sequence_clip")):
+        run = load_run(write(f"algorithm: {{name: {name}, surrogate: {other}, {proximal}}}"))
+        assert run.algorithm.surrogate == other
 
 
 def test_a_run_that_began_with_keys_without_use_goes_on(tmp_path: Path) -> None:
