@@ -95,10 +95,19 @@ def check_critic(cluster: ClusterConfig, run: RunConfig) -> Iterable[str]:
 
 
 def critic_warnings(run: RunConfig) -> Iterable[str]:
-    """Warn about a critic with fewer rows of tokens than the policy, which may write one that its tokenizer lacks."""
+    """Warn about a critic whose trained head is left out, or that has fewer rows of tokens than the policy.
+
+    The policy may write a token that its tokenizer lacks.
+    """
     if (path := run.critic_path) is None:
         return
     folder, policy = Path(resolve_model(path)), Path(resolve_model(run.model.path))
+    built_as = [str(name) for name in read_config(folder).get("architectures") or ()]
+    if headed := [name for name in built_as if name.endswith("ForSequenceClassification")]:
+        yield (
+            f"algorithm.critic.path: {path} is a reward model or classifier ({headed[0]}): only the layers below its "
+            "head are taken, and the critic's own head begins at 0"
+        )
     known, written = token_rows(folder), token_rows(policy)
     if known is not None and written is not None and known < written and _vocabulary(policy)[1] <= known:
         yield (

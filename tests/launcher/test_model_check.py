@@ -146,6 +146,14 @@ def test_a_critic_that_does_not_fit_the_policy_is_told(tmp_path: Path) -> None:
     assert warning.startswith(f"{named} has 9 rows of tokens, and {run.model.path} 12: a token beyond")
 
 
+def test_a_reward_model_as_critic_is_told_that_its_head_is_left_out(tmp_path: Path) -> None:
+    run = with_critic(tmp_path, architectures=["LlamaForSequenceClassification"])
+    (warning,) = critic_warnings(run)
+    assert warning.startswith(f"algorithm.critic.path: {run.critic_path} is a reward model or classifier (Llama")
+    for names in (["LlamaForCausalLM"], None):
+        assert list(critic_warnings(with_critic(tmp_path, architectures=names))) == []
+
+
 def test_a_critic_that_is_not_there_or_broken_is_named_by_its_key(tmp_path: Path) -> None:
     key = "algorithm.critic.path"
     values = with_critic(tmp_path, model_type="no_such_family").model_dump()
