@@ -23,6 +23,9 @@ UNUSED = {
 }
 """Keys of `off_policy` that each correction has no use for, and those that have."""
 
+LIKELIEST_ALONE = 1e-6
+"""`sampling.top_p` that the likeliest token has alone: of no vocabulary has it less."""
+
 
 def unused_keys(run: RunConfig) -> Iterable[ConfigProblem]:
     """Yield what a run would not use although it was set to something else than its default.
@@ -34,6 +37,11 @@ def unused_keys(run: RunConfig) -> Iterable[ConfigProblem]:
         if value == 1:
             reason = "is 1, which leaves only the likeliest token: its log-probability is 0, and nothing is learned"
             yield ConfigProblem(("sampling", sampler), f"'sampling.{sampler}' {reason}")
+    if run.sampling.top_p <= LIKELIEST_ALONE:
+        reason = (
+            f"is {run.sampling.top_p:g}, which leaves only the likeliest token: its log-probability is 0, and nothing"
+        )
+        yield ConfigProblem(("sampling", "top_p"), f"'sampling.top_p' {reason} is learned")
     if algorithm.advantage == "batch" and run.batch.prompts_per_step * run.batch.samples_per_prompt == 1:
         reason = (
             "is 1, as is batch.samples_per_prompt, and advantage: batch compares the samples of a batch: every "
@@ -47,6 +55,9 @@ def unused_keys(run: RunConfig) -> Iterable[ConfigProblem]:
             ("algorithm", "off_policy", "correction"),
             f"has no use with correction: {algorithm.off_policy.correction}: leave it out, or choose {others}",
         )
+    if algorithm.off_policy.correction == "mask" and algorithm.off_policy.low == algorithm.off_policy.high == 1:
+        reason = "is 1, as is high, and a mask keeps weights from low to high: expected a lower one, or a higher high"
+        yield _problem(("algorithm", "off_policy", "low"), ("algorithm", "off_policy", "high"), reason)
     if not algorithm.needs_reference:
         for key in _changed(algorithm.kl, ("estimator", "placement")):
             reason = "has no use with coef: 0, without a KL term: leave it out, or set coef"
@@ -68,6 +79,14 @@ def unused_keys(run: RunConfig) -> Iterable[ConfigProblem]:
             "penalised; expected a margin below sampling.max_tokens"
         )
         yield _problem(("algorithm", "overlong", "margin_tokens"), ("sampling", "max_tokens"), reason)
+    if run.sampling.max_tokens == 1 and (algorithm.mask_truncated or (algorithm.overlong and margin is None)):
+        key = "mask_truncated" if algorithm.mask_truncated else "overlong"
+        what = "no answer with a token of its own would be trained" if algorithm.mask_truncated else "all are penalised"
+        reason = f"is 1, which every answer reaches: with algorithm.{key} {what}; expected 2 or more, or no {key}"
+        yield _problem(("sampling", "max_tokens"), ("algorithm", key), reason)
+    if optimizer.decay != "constant" and optimizer.min_lr_fraction == 1:
+        reason = f"is 1, with which decay: {optimizer.decay} changes nothing: set it lower, or leave decay out"
+        yield _problem(("optimizer", "min_lr_fraction"), ("optimizer", "decay"), reason)
     if optimizer.decay == "constant":
         for key in _changed(optimizer, ("min_lr_fraction",)):
             reason = "has no use with decay: constant: leave it out, or choose linear, cosine or wsd"

@@ -233,6 +233,23 @@ def test_every_mistake_of_a_file_is_told_in_one_message_in_its_order(write: Writ
             "algorithm:\n  name: grpo\n  overlong:\n    margin_tokens: 40\nsampling:\n  max_tokens: 39\n",
             "F:4: 'algorithm.overlong.margin_tokens' is 40, and sampling.max_tokens 39",
         ),
+        ("sampling:\n  top_p: 1.0e-9\n", "F:2: 'sampling.top_p' is 1e-09, which leaves only the likeliest token"),
+        (
+            "algorithm:\n  name: grpo\n  off_policy: {correction: mask, low: 1, high: 1}\n",
+            "F:3: 'algorithm.off_policy.low' is 1, as is high, and a mask keeps weights from low to high",
+        ),
+        (
+            "algorithm: {name: grpo, mask_truncated: true}\nsampling: {max_tokens: 1}\n",
+            "F:2: 'sampling.max_tokens' is 1, which every answer reaches: with algorithm.mask_truncated no answer with",
+        ),
+        (
+            "algorithm: {name: dapo}\nsampling: {max_tokens: 1}\n",
+            "F:2: 'sampling.max_tokens' is 1, which every answer reaches: with algorithm.overlong all are penalised",
+        ),
+        (
+            "optimizer: {decay: cosine, min_lr_fraction: 1}\n",
+            "F:1: 'optimizer.min_lr_fraction' is 1, with which decay: cosine changes nothing: set it lower, or leave",
+        ),
         (
             "optimizer:\n  min_lr_fraction: 0\n",
             "F:2: 'optimizer.min_lr_fraction' has no use with decay: constant: leave it out, or choose linear",
