@@ -128,3 +128,18 @@ def test_gradients_that_are_too_large_as_a_whole_may_be_reduced_by_every_micro_b
     shape = replace(SHAPE, ranks=4, trainer_gpu_bytes=20 * GIB, reduction="step")
     assert not fits(shape) and smallest_change(shape) == "trainer.reduce_gradients: micro_batch"
     assert fits(replace(shape, reduction="auto"))
+
+
+def test_a_critic_of_another_size_is_divided_and_reduced_by_its_own() -> None:
+    def with_critic(**changes: int) -> MemoryShape:
+        work = replace(SHAPE.work, trained=2, critic=replace(MODEL, **changes))
+        return replace(SHAPE, work=work, ranks=2, trainer_gpu_bytes=60 * GIB)
+
+    assert replace(with_critic(), sequence_parallel=2).consistent
+    assert not replace(with_critic(heads=3, kv_heads=3), sequence_parallel=2).consistent
+    assert (with_critic().whole_gradients, with_critic().whole_gradients_of_critic) == (True, True)
+    large = with_critic(layers=56)
+    assert (large.whole_gradients, large.whole_gradients_of_critic) == (True, False)
+    of_step = replace(large, reduction="step")
+    kept = dict(phases(of_step)[0].parts)["states and weights"] - dict(phases(large)[0].parts)["states and weights"]
+    assert large.work.critic is not None and kept == pytest.approx(4 * large.work.critic.parameters / 2)
