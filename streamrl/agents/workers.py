@@ -115,7 +115,7 @@ class EpisodeWorkers:
         Args:
             order: the episode.
             base_url: what an OpenAI client takes as its base URL.
-            api_key: what it takes as its key.
+            api_key: what it takes as its key; of this episode alone.
         """
         task = self.tasks[order.task]
         if task.command is not None:

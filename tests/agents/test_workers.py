@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import os
 import signal
 import subprocess
@@ -251,13 +252,17 @@ async def started(*tasks: AgentTask, count: int = 1, log: Path | None = None) ->
         await owner.close()
 
 
+NUMBERS = itertools.count()
+"""Of the episodes: each has a key of its own, as each session has."""
+
+
 def order(prompt: str, sample_id: str = "", task: str = "mine", **item: Any) -> EpisodeOrder:
     return EpisodeOrder(sample_id or prompt, "g", task, {"prompt": prompt, **item}, 0, None)
 
 
 def play(owner: EpisodeWorkers, server: ModelServer | None, one: EpisodeOrder) -> asyncio.Task[EpisodeOutcome]:
     url = server.url if server else "http://127.0.0.1:9/v1"
-    return asyncio.ensure_future(owner.run(one, url, f"key-{one.sample_id}"))
+    return asyncio.ensure_future(owner.run(one, url, f"key-{one.sample_id}-{next(NUMBERS)}"))
 
 
 async def outcomes(*prompts: str, tasks: tuple[AgentTask, ...] = ()) -> list[EpisodeOutcome]:
@@ -271,12 +276,12 @@ def test_an_episode_calls_the_model_with_its_own_key_and_returns_its_reward() ->
             outcome = await play(owner, server, order("plain"))
             assert (outcome.reward, outcome.void, outcome.metrics) == (0.5, None, {})
             (call,) = server.calls
-            assert call["key"] == "Bearer key-plain" and call["idempotency"]
+            assert call["key"].startswith("Bearer key-plain-") and call["idempotency"]
             assert (call["model"], call["temperature"]) == ("policy", 3)
             mapping = await play(owner, server, order("mapping"))
             assert (mapping.reward, mapping.metrics) == (2.0, {"turns": 3.0, "solved": 1.0})
             openai = await play(owner, server, order("openai"))
-            assert openai.reward == 7.0 and server.calls[-1]["key"] == "Bearer key-openai"
+            assert openai.reward == 7.0 and server.calls[-1]["key"].startswith("Bearer key-openai-")
 
     asyncio.run(scenario())
 
@@ -645,7 +650,7 @@ async def main():
     await owner.start()
     found = await owner.run(EpisodeOrder("e", "g", "mine", {"prompt": "pid"}, 0, None), "http://x/v1", "k")
     print(int(found.reward), flush=True)
-    await owner.run(EpisodeOrder("f", "g", "mine", {"prompt": "block"}, 0, None), "http://x/v1", "k")
+    await owner.run(EpisodeOrder("f", "g", "mine", {"prompt": "block"}, 0, None), "http://x/v1", "l")
 
 asyncio.run(main())
 """
