@@ -209,25 +209,42 @@ def transformers_config(folder: str | Path) -> Any:
     """Return transformers' configuration of a model's folder, with the values that its config.json leaves out.
 
     Raises:
-        OSError, ValueError, KeyError: transformers cannot read it, for instance as only the model's own code can.
+        OSError, ValueError: transformers cannot read it, for instance as only the model's own code can.
     """
     from transformers import AutoConfig
 
-    # beside code of the model's own, it would ask on the terminal whether to run that
-    return AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    with _in_words():
+        # beside code of the model's own, it would ask on the terminal whether to run that
+        return AutoConfig.from_pretrained(folder, trust_remote_code=False)
+
+
+@contextlib.contextmanager
+def _in_words() -> Iterator[None]:
+    """Make ValueErrors of all that transformers raises for values that it refuses, as its own kinds derive from none.
+
+    An AttributeError comes from a name that torch lacks (`dtype`), for instance.
+    """
+    try:
+        yield
+    except (OSError, ValueError):
+        raise
+    except Exception as error:
+        said = " ".join(str(error).split())  # on one line: the first alone of several does not say what is wrong
+        raise ValueError(said or type(error).__name__) from error
 
 
 def end_tokens(model: str, tokenizer: Any) -> list[int]:
     """Return the end-of-turn ids of the tokenizer and of the model's generation config, or else of its config.
 
     Raises:
-        OSError, ValueError, KeyError: transformers cannot read these, for instance as only the model's own code can.
+        OSError, ValueError: transformers cannot read these, for instance as only the model's own code can.
     """
     from transformers import GenerationConfig
 
     configured = None
     if Path(model).joinpath("generation_config.json").exists():
-        configured = GenerationConfig.from_pretrained(model).eos_token_id
+        with _in_words():
+            configured = GenerationConfig.from_pretrained(model).eos_token_id
     elif Path(model).joinpath("config.json").exists():  # as vLLM
         configured = GenerationConfig.from_model_config(transformers_config(model)).eos_token_id
     ids = {tokenizer.eos_token_id, *(configured if isinstance(configured, list) else [configured])}

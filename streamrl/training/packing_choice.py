@@ -170,7 +170,7 @@ def _prove_here(folder: Path) -> str:
 
     try:
         config = transformers_config(folder)
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError) as error:
         raise UserError(f"transformers cannot read {folder / 'config.json'}: {error}") from error
     return json.dumps(asdict(prove(config)))
 

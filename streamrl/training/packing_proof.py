@@ -65,8 +65,12 @@ def prove(config: PretrainedConfig) -> PackingProof:
     kind = config.get_text_config().model_type
     try:
         small = _small_shape(config)
+        if (layers := getattr(small.get_text_config(), "num_hidden_layers", 1)) < 1:
+            return PackingProof(kind, (), refuted=f"its configuration has {layers} layers")
         model = _random_model(small)
         reference = _reference(model, proof_groups(vocabulary_of(model)))
+        if not any(bool(gradient.any()) for gradient in reference.gradients.values()):
+            return PackingProof(kind, (), refuted="no weight of its small model changes any log-probability")
         if later := _seen_later(model):
             return PackingProof(kind, (), refuted=f"it is no causal language model: {later}")
     except Exception as error:  # whatever a family's own code raises is the reason

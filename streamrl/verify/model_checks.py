@@ -37,7 +37,7 @@ def verify(
     """
     try:
         config: PretrainedConfig = transformers_config(folder)
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError) as error:
         raise UserError(f"transformers cannot read {folder / 'config.json'}: {error}") from error
     say("packing: small and random, against lone sequences")
     proof = packing_proof(folder)

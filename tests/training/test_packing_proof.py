@@ -125,6 +125,22 @@ def test_a_model_of_a_small_vocabulary_that_sees_later_tokens_is_refused(vocabul
     assert "no causal language model: later tokens change a log-probability by" in proof.refuted
 
 
+@pytest.mark.parametrize(
+    ("values", "reason"),
+    [
+        ({"num_hidden_layers": 0}, "its configuration has 0 layers"),
+        ({"num_hidden_layers": -1}, "its configuration has -1 layers"),
+        ({"vocab_size": 1}, "no weight of its small model changes any log-probability"),
+        ({"hidden_size": 0, "head_dim": 32}, "no weight of its small model changes any log-probability"),
+    ],
+)
+def test_a_model_in_which_nothing_can_be_learned_is_refused(values: dict[str, int], reason: str) -> None:
+    proof = prove(LlamaConfig(**values))
+    assert proof.refuted == reason
+    with pytest.raises(UserError, match=f"llama cannot be trained: {reason}"):
+        choose_packing("separate", proof, 512)
+
+
 def test_a_model_with_fewer_learned_positions_than_the_proof_has_tokens_is_proven() -> None:
     proof = prove(GPT2Config(n_positions=20))
     assert choose_packing("auto", proof, 20).kind == "shared"

@@ -27,14 +27,15 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from streamrl.errors import UserError
 from streamrl.tasks.chat_template import ChatTemplate
-from streamrl.training.packing_choice import Packing
+from streamrl.training.packing_choice import Packing, packing_proof
 from streamrl.training.packing_ways import PackingProof, PackingWay
 from streamrl.verify import generator_checks as generator
 from streamrl.verify import training_checks
 from streamrl.verify.findings import Finding, reasons_against, table_of
 from streamrl.verify.generator_order import AGAINST, BETWEEN_TOKENS, VERSION, Order
-from streamrl.verify.model_checks import check_heads
+from streamrl.verify.model_checks import check_heads, verify
 from streamrl.verify.small_folder import save_small_models
 from streamrl.verify.tokenizer_checks import check_stops, check_template, check_tokenizer, check_vocabulary
 from streamrl.verify.training_checks import check_packing, check_settings
@@ -108,6 +109,27 @@ def test_end_tokens_that_only_the_model_s_own_code_can_read_are_not_checked(
     template, stops, vocabulary = check_tokenizer(tmp_path, 320)
     assert (template.verdict, stops.verdict, vocabulary.verdict) == ("works", "not checked", "works")
     assert stops.reason.startswith("transformers cannot read the model's end tokens: ")
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"num_hidden_layers": 4, "layer_types": ["full_attention"]}, r"\(4\) must be equal to the number of"),
+        ({"hidden_size": 96.0}, "expected int, got float"),
+        ({"num_hidden_layers": None}, "'num_hidden_layers': TypeError: Field 'num_hidden_layers' expected int"),
+        ({"eos_token_id": "</s>"}, "'eos_token_id' with value '</s>'"),
+        ({"dtype": "float13"}, "no attribute 'float13'"),
+    ],
+)
+def test_a_configuration_that_transformers_refuses_is_told_in_words(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, values: dict[str, object], said: str
+) -> None:
+    tokenizer.save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3"} | values))
+    for check in (lambda: verify(tmp_path, False, print), lambda: packing_proof(tmp_path)):
+        with pytest.raises(UserError, match=rf"transformers cannot read .*config\.json: .*{said}"):
+            check()
+    assert check_tokenizer(tmp_path, 320)[1].verdict == "not checked"
 
 
 @pytest.mark.parametrize(("message", "reason"), [("no answers here", "no answers here"), ("", "TemplateError")])
