@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import re
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass
@@ -53,6 +54,8 @@ WAYS: tuple[tuple[PackingKind, str], ...] = (
 """Packings and transformers' names of their attention, the fastest first."""
 SENSES = ("vision_config", "audio_config")
 """Parts of a configuration that say that a model reads images, video or sound."""
+MOST_LAYERS = 256
+"""First layers of a model that are looked at for their kinds."""
 LARGEST_MODEL = 50_000_000
 """Parameters of a small model above which it is not small: its configuration has keys that are not known here."""
 
@@ -95,13 +98,41 @@ def small_model(config: PretrainedConfig, seed: int = 0, attention: str = "eager
 
 
 def _small_shape(config: PretrainedConfig) -> PretrainedConfig:
-    """Return a model's configuration made small, of which a model has been counted; errors as `small_model`."""
+    """Return a model's configuration made small, of which a model has been counted; errors as `small_model`.
+
+    Families have keys of their own for which layer is of which kind: the model with all layers shows it.
+    """
     small = small_config(config)
-    with torch.device("meta"):
-        size = sum(parameter.numel() for parameter in AutoModelForCausalLM.from_config(deepcopy(small)).parameters())
+    model = _empty_model(small)
+    kinds = _layer_kinds(_empty_model(small_config(config, MOST_LAYERS)))
+    if not set(kinds) <= set(_layer_kinds(model)):
+        small = small_config(config, max(kinds.index(kind) + 1 for kind in set(kinds)))
+        model = _empty_model(small)
+        if lacking := set(kinds) - set(_layer_kinds(model)):
+            first = min(map(kinds.index, lacking))
+            raise ValueError(f"its small model has no layer of the kind of layer {first} of {len(kinds)}")
+    size = sum(parameter.numel() for parameter in model.parameters())
     if size > LARGEST_MODEL:
         raise ValueError(f"its small model has {size / 1e6:.0f} million parameters")
     return small
+
+
+def _empty_model(small: PretrainedConfig) -> PreTrainedModel:
+    with torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(deepcopy(small))
+    return model
+
+
+def _layer_kinds(model: PreTrainedModel) -> list[str]:
+    """Return each decoder layer's type in the configuration, its modules with their types, and its parameters."""
+    types = getattr(model.config.get_text_config(), "layer_types", None) or ()
+    kinds = []
+    for number, layer in enumerate(_layers(model)):
+        names = [f"{name}:{type(part).__name__}" for name, part in layer.named_modules()]
+        names += [name for name, _ in layer.named_parameters()]
+        made_of = sorted({re.sub(r"\d+", "*", name) for name in names})
+        kinds.append(" ".join([*types[number : number + 1], *made_of]))
+    return kinds
 
 
 def _random_model(small: PretrainedConfig, seed: int = 0, attention: str = "eager") -> PreTrainedModel:

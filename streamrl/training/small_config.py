@@ -1,8 +1,9 @@
 """A model's architecture made small: the same layers, masks and scalings, with few of everything else.
 
-Every kind of layer stays, because the first layers are kept until each kind has appeared. Windows, chunks and soft caps
-shrink with the lengths and scores of a test, so that they bite there. Ratios that choose a code path stay: grouped
-heads, tied embeddings, the shared experts, the partial rotation.
+Every kind of layer stays, because the first layers are kept until each kind has appeared: as far as a configuration
+says it (`kept_layers`), and as many as the caller asks for, who has built the model (`packing_proof.py`). Windows,
+chunks and soft caps shrink with the lengths and scores of a test, so that they bite there. Ratios that choose a code
+path stay: grouped heads, tied embeddings, the shared experts, the partial rotation.
 """
 
 from __future__ import annotations
@@ -93,33 +94,33 @@ PERIODS = ("_period", "_interval", "_pattern", "sparse_step")
 """Ends of the names of keys that say after how many layers a kind comes again."""
 
 
-def kept_layers(values: Mapping[str, Any]) -> int:
-    """Return how many of the first layers have every kind of layer between them; at least 2.
+def kept_layers(values: Mapping[str, Any], least: int = 2) -> int:
+    """Return how many of the first layers have every kind of layer between them, as far as the keys are known here.
 
     Args:
         values: a model's configuration.
+        least: fewest layers, if the model has as many.
     """
     count = _layers(values)
     lists = [value for value in values.values() if isinstance(value, (list, tuple)) and len(value) == count]
     dense = values.get("first_k_dense_replace") or 0
     only = values.get("mlp_only_layers") or ()
     kinds = [(str([value[layer] for value in lists]), layer < dense, layer in only) for layer in range(count)]
-    needed = max((kinds.index(kind) + 1 for kind in set(kinds)), default=1)
-    if not lists:
-        periods = [value for key, value in values.items() if isinstance(value, int) and key.endswith(PERIODS)]
-        needed = max(needed, *periods, 1) if periods else needed
-    return min(count, max(needed, 2))
+    needed = [kinds.index(kind) + 1 for kind in set(kinds)]
+    periods = [value for key, value in values.items() if isinstance(value, int) and key.endswith(PERIODS)]
+    return min(count, max(*needed, *periods, least, 2))
 
 
-def small_values(values: Mapping[str, Any]) -> dict[str, Any]:
+def small_values(values: Mapping[str, Any], least: int = 2) -> dict[str, Any]:
     """Return a configuration's values, and those of its parts (`text_config`), made small.
 
     Args:
         values: a configuration, with the usual names of its sizes.
+        least: as for `kept_layers`.
     """
     small = {key: value for key, value in values.items() if key not in DERIVED}
     small.pop("quantization_config", None)  # the trainer's weights are never quantized
-    layers, count = kept_layers(values), _layers(values)
+    layers, count = kept_layers(values, least), _layers(values)
     for key, value in small.items():
         if isinstance(value, (list, tuple)) and len(value) == count:
             small[key] = list(value[:layers])
@@ -128,7 +129,7 @@ def small_values(values: Mapping[str, Any]) -> dict[str, Any]:
         elif key == "per_layer_config" and isinstance(value, dict):  # exceptions by layer, such as larger heads
             small[key] = {layer: _cut(own, 2) for layer, own in value.items() if int(layer) < layers}
         elif isinstance(value, dict) and key.endswith("_config"):
-            small[key] = small_values(value)
+            small[key] = small_values(value, least)
     small = _cut(small)
     if isinstance(positions := small.get("max_position_embeddings"), int):
         small["max_position_embeddings"] = max(positions, FEWEST_POSITIONS)
@@ -152,13 +153,18 @@ def small_values(values: Mapping[str, Any]) -> dict[str, Any]:
     return small
 
 
-def small_config(config: PretrainedConfig) -> PretrainedConfig:
-    """Return the configuration of the same architecture made small; the model is built from it at random."""
+def small_config(config: PretrainedConfig, least: int = 2) -> PretrainedConfig:
+    """Return the configuration of the same architecture made small; the model is built from it at random.
+
+    Args:
+        config: configuration of the full model.
+        least: as for `kept_layers`.
+    """
     read = config.to_dict()
     names = {name: own for own, name in ALIASES.items() if own in read}  # from the usual name to the family's own
     names |= getattr(config, "attribute_map", {})
     usual = {own: name for name, own in names.items() if own not in DERIVED}
-    values = small_values({usual.get(key, key): value for key, value in read.items()})
+    values = small_values({usual.get(key, key): value for key, value in read.items()}, least)
     values |= {"dtype": "float32", "use_cache": False}
     return type(config).from_dict({names.get(key, key): value for key, value in values.items()})
 

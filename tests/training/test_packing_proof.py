@@ -29,6 +29,7 @@ from streamrl.training.packing_choice import choose_packing
 from streamrl.training.packing_choice import packing_proof as proof_of
 from streamrl.training.packing_proof import (
     LOGPROB_BOUND,
+    MOST_LAYERS,
     TEMPERATURE,
     proof_groups,
     prove,
@@ -184,8 +185,37 @@ def test_a_small_model_has_every_kind_of_layer_and_windows_that_bite() -> None:
     assert small_config(AutoConfig.for_model("llama4_text")).floor_scale == 8  # positions from which it scales queries
     assert kept_layers({"num_hidden_layers": 61, "first_k_dense_replace": 3}) == 4
     assert kept_layers({"num_hidden_layers": 32, "attn_layer_period": 8}) == 8
+    listed = {"num_hidden_layers": 6, "layer_types": ["full_attention"] * 6}
+    assert kept_layers(listed | {"decoder_sparse_step": 3}) == 3  # a list of one thing says nothing of another
     assert kept_layers({"num_hidden_layers": 1}) == 1
     assert small_config(LlamaConfig(num_attention_heads=32, num_key_value_heads=32)).num_key_value_heads == 4
+
+
+@pytest.mark.parametrize(
+    ("kind", "values", "layers"),
+    [
+        ("ernie4_5_moe", {"moe_layer_start_index": 3}, 4),
+        ("afmoe", {"num_dense_layers": 6}, 8),  # the first two with experts have different attention
+        ("qwen2_moe", {"decoder_sparse_step": 3}, 3),
+        ("deepseek_v3", {"first_k_dense_replace": 3}, 4),
+        ("llama", {"num_hidden_layers": 10**6}, 2),  # not all of them are looked at
+    ],
+)
+def test_a_small_model_has_the_experts_that_come_after_dense_layers(
+    kind: str, values: dict[str, int], layers: int
+) -> None:
+    model = small_model(AutoConfig.for_model(kind, **values))
+    assert model.config.num_hidden_layers == layers
+    assert any(".experts." in name for name, _ in model.named_parameters()) == (kind != "llama")
+
+
+def test_a_small_model_that_lacks_a_kind_of_layer_proves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = packing_proof.small_config
+    monkeypatch.setattr(
+        packing_proof, "small_config", lambda config, least=2: own(config, least if least == MOST_LAYERS else 2)
+    )
+    proof = prove(AutoConfig.for_model("ernie4_5_moe", moe_layer_start_index=3))
+    assert proof.unproven.endswith("its small model has no layer of the kind of layer 3 of 28")
 
 
 @pytest.mark.parametrize(("kind", "values"), [("bamba", {}), ("zamba2", {}), ("lfm2", {"full_attn_idxs": [2, 5, 8]})])
