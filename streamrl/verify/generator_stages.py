@@ -31,6 +31,7 @@ from streamrl.config.run import RunConfig
 from streamrl.generation.instance.eight_bits import device_lacks
 from streamrl.generation.instance.engine import Engine
 from streamrl.machine.cpu import this_cpu
+from streamrl.machine.model_files import token_rows
 from streamrl.rollouts.micro_batch import TrainGroup, TrainSequence
 from streamrl.rollouts.types import Sample, SampleRequest
 from streamrl.runtime.processes import end_with_parent
@@ -92,19 +93,25 @@ def _type_with_int8() -> str:
     return "bfloat16" if this_cpu().has_bf16 else "float32"
 
 
-def _requests(tokens: int) -> list[SampleRequest]:
-    prompts = [np.arange(3 + n, 3 + n + length, dtype=np.int32) for n, length in enumerate(LENGTHS)]
+def _requests(model: str, tokens: int) -> list[SampleRequest]:
+    rows = token_rows(Path(model)) or 2**31 - 1
+    prompts = [np.arange(3 + n, 3 + n + length, dtype=np.int32) % rows for n, length in enumerate(LENGTHS)]
     return [SampleRequest(f"verify-{n}", "verify", prompt, n, 0.0, pause_at=tokens) for n, prompt in enumerate(prompts)]
 
 
 async def _together(engine: Engine, tokens: int = TOKENS) -> list[Any]:
     """Draw all samples at once, so that batches of several sizes are computed."""
-    return list(await asyncio.gather(*(engine.generate(request, "regular") for request in _requests(tokens))))
+    return list(
+        await asyncio.gather(
+            *(engine.generate(request, "regular") for request in _requests(engine.run.model.path, tokens))
+        )
+    )
 
 
 async def _drawn(engine: Engine) -> list[Any]:
     """Draw the samples one by one: which ones share a step depends on times, and the last bits on the batch's size."""
-    return [await engine.generate(request, "regular") for request in _requests(TOKENS)]
+    requests = _requests(engine.run.model.path, TOKENS)
+    return [await engine.generate(request, "regular") for request in requests]
 
 
 def _plain(samples: Iterable[Any]) -> list[dict[str, list[float]]]:
@@ -116,7 +123,7 @@ def _trainer_logprobs(model: str, samples: Sequence[Any], attention: str) -> lis
     """Return the trainer's log-probabilities of every sample's tokens, [T] each."""
     groups = [
         TrainGroup("verify", request.prompt_tokens, [TrainSequence(one.completion_tokens, one.logprobs, 0.0)])
-        for request, one in zip(_requests(TOKENS), samples, strict=True)
+        for request, one in zip(_requests(model, TOKENS), samples, strict=True)
     ]
     policy = load_policy(model, attention=attention)
     take_kernels(policy)

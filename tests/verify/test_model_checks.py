@@ -28,6 +28,7 @@ from transformers import (
 )
 
 from streamrl.errors import UserError
+from streamrl.machine.model_files import end_tokens, read_tokenizer
 from streamrl.tasks.chat_template import ChatTemplate
 from streamrl.training.packing_choice import Packing, packing_proof
 from streamrl.training.packing_ways import PackingProof, PackingWay
@@ -234,6 +235,16 @@ def test_small_models_differ_as_after_a_few_steps(tmp_path: Path) -> None:
     assert len(ours) == len(theirs)
     different = float((np.frombuffer(ours, np.uint8) != np.frombuffer(theirs, np.uint8)).mean())
     assert 0.02 < different < 0.2
+
+
+@pytest.mark.parametrize("vocabulary", [2, 20, 257, 258])
+def test_the_tokenizer_of_a_small_vocabulary_has_no_token_beyond_it(tmp_path: Path, vocabulary: int) -> None:
+    for folder in save_small_models(
+        LlamaConfig(vocab_size=vocabulary, bos_token_id=0, eos_token_id=vocabulary - 1), tmp_path
+    ):
+        tokenizer = read_tokenizer(folder)
+        assert len(tokenizer) == min(vocabulary, 256 + 2 * (vocabulary >= 258))
+        assert set(end_tokens(str(folder), tokenizer)) == ({257} if vocabulary >= 258 else set())
 
 
 def sample(tokens: list[int], logprob: float) -> dict[str, list[float]]:

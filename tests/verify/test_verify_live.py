@@ -7,7 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from transformers import GptOssConfig, MistralConfig, PretrainedConfig, Qwen3MoeConfig
+from transformers import GptOssConfig, LlamaConfig, MistralConfig, PretrainedConfig, Qwen3MoeConfig
 
 from streamrl.machine.cpu import this_cpu
 from tests import warm
@@ -23,6 +23,7 @@ def processes_begin_with_everything_imported(monkeypatch: pytest.MonkeyPatch) ->
     "config",
     [
         MistralConfig(architectures=["MistralForCausalLM"]),
+        LlamaConfig(architectures=["LlamaForCausalLM"], vocab_size=20),  # fewer tokens than bytes
         Qwen3MoeConfig(architectures=["Qwen3MoeForCausalLM"], norm_topk_prob=True),  # experts are packed for the CPU
         GptOssConfig(architectures=["GptOssForCausalLM"]),  # vLLM's loader copies experts and sinks itself
     ],
@@ -43,7 +44,7 @@ def test_the_table_of_a_model(
     assert "works" in rows["new weights between tokens"]
     assert "bit for bit" in rows["weights in fp8"] and "bit for bit" in rows["weights in int8"]
     int8 = rows["layers in int8"]
-    if this_cpu().has_int8 and config.model_type == "mistral":
+    if this_cpu().has_int8 and config.model_type in ("mistral", "llama"):
         assert "works" in int8 and "equal a fresh engine's bit for bit" in int8
     else:
         assert "not checked" in int8 or "refused" in int8
