@@ -15,7 +15,7 @@ from scheduler.cost.decode import StepCurve
 from streamrl.cli.calibrate import with_one_pool
 from streamrl.config.cluster import ClusterConfig
 from streamrl.config.run import RunConfig
-from streamrl.generation.instance.calibration import QUICK_TOKENS, batch_sizes, measure_quickly
+from streamrl.generation.instance.calibration import QUICK_TOKENS, batch_sizes, measure, measure_quickly
 from streamrl.generation.instance.engine import Engine
 from streamrl.launcher.generation_check import check_kv_cache
 from streamrl.rollouts.types import SampleRequest
@@ -41,15 +41,31 @@ def test_batch_sizes_are_powers_of_two_and_the_largest() -> None:
 
 
 class Timed:
-    """An idle engine whose steps take the same time; it notes (requests, tokens) of all runs."""
+    """An idle engine whose steps take the same time; it notes (requests, tokens) of all runs.
 
-    def __init__(self, step_s: float, cuda: bool) -> None:
+    Args:
+        context: tokens at which it ends a request.
+    """
+
+    def __init__(self, step_s: float, cuda: bool, context: int = 4096) -> None:
         self.step_s, self.cuda, self.vocabulary, self.kv_tokens = step_s, cuda, 10, 4096
+        self.context = context
         self.runs: list[tuple[int, int]] = []
 
     async def time(self, requests: list[SampleRequest], tokens: int) -> float:
         self.runs.append((len(requests), tokens))
-        return self.step_s * tokens
+        return self.step_s * min(tokens, self.context - len(requests[0].prompt_tokens))
+
+
+@pytest.mark.parametrize("quickly", [False, True])
+@pytest.mark.parametrize("context", [2, 3, 5, 12, 20, 32, 41, 200])
+def test_a_step_takes_as_long_where_requests_end_at_a_short_context(context: int, quickly: bool) -> None:
+    engine = cast(Engine, Timed(0.01, False, context))
+    if quickly:
+        trials, _ = asyncio.run(measure_quickly(engine, 4, context, lambda said: None))
+    else:
+        trials, _ = asyncio.run(measure(engine, 4, context, 100.0, lambda said: None))
+    assert trials.curve.seconds == pytest.approx([0.01] * len(trials.sizes))
 
 
 @pytest.mark.parametrize(

@@ -8,14 +8,14 @@ from collections.abc import Callable, Iterable
 import numpy as np
 
 from streamrl.generation.instance.engine import Engine
-from streamrl.generation.instance.step_trials import MOST_REPEATS, ONE_TOKEN, StepTrials, TimingTrial
+from streamrl.generation.instance.step_trials import MOST_REPEATS, ONE_TOKEN, StepTrials, TimingTrial, fitting
 from streamrl.machine.cpu_load import CpuSeconds, MachineLoad
 from streamrl.machine.engine_settings import MOST_REPLAYED
 from streamrl.rollouts.types import SampleRequest
 
 TOKENS = 8, 40
 """Tokens of the two runs that are timed for `streamrl calibrate`: their difference is 32 steps, without the start-up
-and prefill of both."""
+and prefill of both; fewer where `model.max_context` has no room for 41."""
 QUICK_TOKENS = 2, 14
 """The same for a starting instance; the second number is reduced where steps are slow."""
 BUDGET_S = 12.0
@@ -116,6 +116,7 @@ def _trials(
 ) -> StepTrials:
     """Return the trials of an engine; a batch with context takes half of the KV cache, so that none is preempted."""
     prompt, room = max(2, min(PROMPT, context // 2)), engine.kv_tokens // 2
+    tokens = fitting(tokens, context)
     return StepTrials(sizes, prompt, context - tokens[1], room, tokens, budget_s, repeat_s, most_repeats)
 
 

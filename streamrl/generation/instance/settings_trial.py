@@ -104,7 +104,7 @@ def error_of(stderr: str) -> str:
 async def _measure(order: dict[str, object]) -> dict[str, object]:
     from streamrl.generation.instance.calibration import Stopwatch
     from streamrl.generation.instance.engine import Engine
-    from streamrl.generation.instance.step_trials import StepTrials
+    from streamrl.generation.instance.step_trials import StepTrials, fitting
 
     pool = GenerationPool.model_validate(order["pool"])
     run, settings = RunConfig.model_validate(order["run"]), EngineSettings(**order["settings"])  # type: ignore[arg-type]
@@ -116,7 +116,7 @@ async def _measure(order: dict[str, object]) -> dict[str, object]:
         watch = Stopwatch(engine)
         sizes = sorted({min(size, pool.max_batch) for size in SIZES})
         await watch.ready(sizes)
-        trials = StepTrials(sizes, 2, 0, 0, TOKENS, BUDGET_S, BUDGET_S)
+        trials = StepTrials(sizes, 2, 0, 0, fitting(TOKENS, run.model.max_context), BUDGET_S, BUDGET_S)
         while (trial := trials.next()) is not None:
             trials.took(await watch.trial(trial))
     finally:

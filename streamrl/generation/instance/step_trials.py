@@ -48,6 +48,17 @@ BatchAndContext = tuple[int, int]
 """Batch size and prompt tokens."""
 
 
+def fitting(tokens: tuple[int, int], context: int) -> tuple[int, int]:
+    """Return the tokens of a pair's two trials, fewer where a request of one prompt token has no room for them.
+
+    Args:
+        tokens: those of the two trials.
+        context: most tokens of a request, its prompt included.
+    """
+    most = max(1, min(tokens[1], context - ONE_TOKEN))
+    return max(1, min(tokens[0], most // 2)), most
+
+
 class StepTrials:
     """The choice of what is timed within a time budget.
 
