@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from streamrl.generation.instance.settings_trial import error_of
+from streamrl.runtime.module_process import run_module
 from streamrl.runtime.process_plan import ONE_BLAS_THREAD, PASSIVE_WAITING
-from streamrl.verify.child_process import run_module
 from streamrl.verify.findings import Finding, Support
 from streamrl.verify.generator_order import (
     AGAINST,

@@ -19,8 +19,8 @@ from rich.table import Table
 from rich.text import Text
 
 from streamrl.generation.instance.settings_trial import error_of
+from streamrl.runtime.module_process import run_module
 from streamrl.runtime.process_plan import PASSIVE_WAITING
-from streamrl.verify.child_process import run_module
 from streamrl.verify.hardware_measurement import Measurement
 from streamrl.verify.tiny_run import TINY_RUN, tiny_run
 

@@ -16,10 +16,10 @@ from rich.console import Console
 
 from streamrl.cli.verify import command
 from streamrl.config.load import load_cluster, load_run
+from streamrl.runtime.module_process import run_module
 from streamrl.training import fused_logprobs, merged_attention, token_logprobs
 from streamrl.training.host_offload import HostOffload
 from streamrl.verify import hardware_attention, hardware_checks, hardware_stages, tiny_run
-from streamrl.verify.child_process import run_module
 from streamrl.verify.hardware_checks import StageResult, as_json, check_hardware, table_of
 from streamrl.verify.hardware_measurement import Measurement
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -30,6 +29,7 @@ from streamrl.machine.engine_settings import (
     table,
 )
 from streamrl.machine.model_files import resolve_model
+from streamrl.runtime.module_process import run_module
 from streamrl.runtime.process_plan import KEPT_HEAP, ONE_BLAS_THREAD, PASSIVE_WAITING
 
 SIZES = (1, 16, 64)
@@ -74,23 +74,16 @@ def try_settings(pool: GenerationPool, run: RunConfig, site: str, say: Callable[
 def _try(settings: EngineSettings, pool: GenerationPool, run: RunConfig, site: str) -> EngineTrial:
     order = {"settings": asdict(settings), "pool": pool.model_dump(mode="json"), "run": run.model_dump(mode="json")}
     # set before torch is loaded, as for an instance of a run
-    env = os.environ | PASSIVE_WAITING | KEPT_HEAP | ONE_BLAS_THREAD | {"OMP_NUM_THREADS": str(pool.threads)}
+    env = PASSIVE_WAITING | KEPT_HEAP | ONE_BLAS_THREAD | {"OMP_NUM_THREADS": str(pool.threads)}
     if settings.bound:
         env |= {"OMP_PROC_BIND": "true", "OMP_PLACES": "cores"}
-    try:
-        done = subprocess.run(
-            [sys.executable, "-m", __name__],
-            input=json.dumps(order | {"site": site}),
-            env=env,
-            capture_output=True,
-            text=True,
-            timeout=TRIAL_LIMIT_S,
-        )
-    except subprocess.TimeoutExpired:
+    given = json.dumps(order | {"site": site})
+    said, done = run_module(__name__, limit_s=TRIAL_LIMIT_S, environment=env, given=given)
+    if done is None:
         return EngineTrial(settings, error=f"no answer within {TRIAL_LIMIT_S:.0f} s")
     if done.returncode != 0:
         return EngineTrial(settings, error=error_of(done.stderr))
-    result = json.loads(done.stdout.splitlines()[-1])
+    result = json.loads(said.splitlines()[-1])
     return EngineTrial(settings, result["start_s"], tuple((size, seconds) for size, seconds in result["step_s"]))
 
 

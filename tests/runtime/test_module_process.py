@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from streamrl.runtime.module_process import run_module
 from streamrl.runtime.processes import is_alive
-from streamrl.verify.child_process import run_module
 from tests.waiting import wait_for
 
 DEAF = """
