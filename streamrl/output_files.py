@@ -1,4 +1,4 @@
-"""Files that commands are to write, checked before the work that fills them."""
+"""Files that commands are to write: checked before the work that fills them, and replaced in one piece after it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,25 @@ import os
 import tempfile
 from pathlib import Path
 
+from streamrl.atomic_files import replace_text
 from streamrl.errors import UserError
+
+
+def write_output(path: Path, text: str) -> None:
+    """Write a file; an earlier one stays as it is where the disk has no room for the new one.
+
+    Args:
+        path: the file; a link stays one, and a device or a pipe is written to.
+        text: its new text.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    target = path.resolve()
+    if target.exists() and (not target.is_file() or not os.access(target.parent, os.W_OK)):
+        target.write_text(text, encoding="utf-8")  # which nothing can take the place of
+    else:
+        replace_text(target, text)
 
 
 def check_output(option: str, path: Path) -> None:

@@ -14,7 +14,7 @@ import click
 from streamrl.errors import UserError
 from streamrl.finite_float import FiniteFloat
 from streamrl.given_options import given_options
-from streamrl.output_files import check_output
+from streamrl.output_files import check_output, write_output
 
 if TYPE_CHECKING:
     from streamrl.config.cluster import ClusterConfig, GenerationPool
@@ -158,7 +158,7 @@ def _keep(out: Path, values: dict[str, object], lines: list[str]) -> None:
     """
     problem = None
     try:
-        out.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
+        write_output(out, json.dumps(values, indent=1) + "\n")
     except OSError as error:
         problem = UserError(f"--out {out}: nothing was kept of this: {error.strerror or error}")
     click.echo("\n".join(lines))

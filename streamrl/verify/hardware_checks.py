@@ -19,6 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from streamrl.generation.instance.settings_trial import error_of
+from streamrl.output_files import write_output
 from streamrl.runtime.module_process import run_module
 from streamrl.runtime.process_plan import PASSIVE_WAITING
 from streamrl.verify.hardware_measurement import Measurement
@@ -93,5 +94,9 @@ def as_json(results: Sequence[StageResult]) -> dict[str, Any]:
 
 
 def write_json(path: Path, results: Sequence[StageResult]) -> None:
-    """Write the results as a JSON file."""
-    path.write_text(json.dumps(as_json(results), indent=1) + "\n", encoding="utf-8")
+    """Write the results as a JSON file.
+
+    Raises:
+        OSError: it cannot be written; a file that is there stays as it is.
+    """
+    write_output(path, json.dumps(as_json(results), indent=1) + "\n")
