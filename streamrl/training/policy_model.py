@@ -25,6 +25,7 @@ from streamrl.training.recomputation import set_recomputation
 from streamrl.training.router_replay import RouterReplay
 from streamrl.training.sequence_parallel import SequenceRanks, TokenShares, check_heads
 from streamrl.training.sliced_loading import empty_model, empty_twin, fill, is_empty
+from streamrl.training.small_config import GROUPED_UNITS
 from streamrl.training.tensor_parallel import plain_tensor
 from streamrl.training.token_logprobs import HeadOutput, TokenDistribution, marked, measured_tokens, token_logprobs
 from streamrl.training.truncation import ALL_TOKENS, Truncation
@@ -225,5 +226,17 @@ def in_training(model: PreTrainedModel, recomputation: Recomputation = False) ->
     So there is neither dropout nor a router's noise, whatever the family names them.
     """
     model.eval()
+    if not _takes_grouped_products(model):
+        model.set_experts_implementation("eager")
     set_recomputation(model, recomputation)
     return model
+
+
+def _takes_grouped_products(model: PreTrainedModel) -> bool:
+    """Return whether torch's grouped products, which transformers has for experts, take a model's experts in bf16.
+
+    Their rows have to begin at multiples of 16 bytes.
+    """
+    experts = (module for module in model.modules() if hasattr(module, "_is_expert_parallel"))
+    stacks = (weights for module in experts for weights in module.parameters(recurse=False) if weights.ndim == 3)
+    return not any(size % GROUPED_UNITS for weights in stacks for size in weights.shape[1:])

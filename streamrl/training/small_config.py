@@ -21,6 +21,9 @@ FEWEST_POSITIONS = 64
 """Positions of a small model at least, since learned ones end there. The proof's sequences have up to 25, those of
 `streamrl verify` up to 64."""
 
+GROUPED_UNITS = 8
+"""Units of an expert, in multiples of which torch's grouped products take experts in bf16."""
+
 LARGEST: Mapping[str, float] = {
     "vocab_size": 320,
     "hidden_size": 128,
@@ -194,8 +197,12 @@ def _cut(values: Mapping[str, Any], times: int = 1) -> dict[str, Any]:
     """Return the values with each size at most `times` that of `LARGEST`."""
 
     def size(key: str, value: Any) -> Any:
-        known = key in LARGEST and isinstance(value, (int, float)) and not isinstance(value, bool)
-        return min(value, type(value)(times * LARGEST[key])) if known else value
+        if key not in LARGEST or not isinstance(value, (int, float)) or isinstance(value, bool):
+            return value
+        largest = times * LARGEST[key]
+        if key == "moe_intermediate_size" and value > largest:  # odd sizes are computed by other code
+            largest -= -value % GROUPED_UNITS
+        return min(value, type(value)(largest))
 
     return {key: size(key, value) for key, value in values.items()}
 

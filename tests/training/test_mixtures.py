@@ -7,14 +7,19 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from streamrl.machine.router_shape import RouterShape, shape_of
 from streamrl.rollouts.micro_batch import TrainGroup
 from streamrl.rollouts.rank_shares import balance
-from streamrl.training.packing_proof import small_model
+from streamrl.training.attention import SHARED_PREFIX
+from streamrl.training.packing import pack
+from streamrl.training.packing_proof import proof_groups, prove, small_model
+from streamrl.training.policy_model import Policy, in_training
 from streamrl.training.trainer import Trainer
 from streamrl.verify.families import FAMILIES
 from tests.training.conftest import free_port, random_groups, relative_error, run_config, run_ranks
@@ -38,6 +43,23 @@ def with_experts(groups: list[TrainGroup], shape: RouterShape) -> list[TrainGrou
         )
         for group in groups
     ]
+
+
+@pytest.mark.parametrize("size", [1000, 1002, 1004])
+def test_experts_of_any_size_are_computed_and_proven(size: int) -> None:
+    sizes = {"vocab_size": 50, "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 32}
+    few = {"num_key_value_heads": 1, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": size}
+    config = Qwen3MoeConfig(**sizes | few)
+    assert all(not way.differs for way in prove(config).ways if way.kind == "shared")
+    small = small_model(config).config
+    assert small.moe_intermediate_size % 8 == size % 8  # so that it is computed alike
+    assert small._experts_implementation == ("grouped_mm" if size == 1000 else "eager")
+    for dtype in (torch.float32, torch.bfloat16):
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=SHARED_PREFIX)
+        policy = Policy(in_training(model, "selective")).to(dtype)
+        policy(pack(proof_groups(50)), 1.0)[0].sum().backward()
+        found = {name: one.grad for name, one in policy.named_parameters() if ".experts." in name}
+        assert found and all(one is not None and one.isfinite().all() and one.any() for one in found.values())
 
 
 def _rank(rank: int, ranks: int, port: int, models: list[str], out: str) -> None:
