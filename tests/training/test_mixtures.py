@@ -91,9 +91,11 @@ def _rank(rank: int, ranks: int, port: int, models: list[str], out: str) -> None
 
 
 def test_experts_in_two_shards_have_the_gradient_of_whole_ones(tmp_path: Path) -> None:
-    families = ["Qwen3-MoE", "gpt-oss"]
-    for family in families:
-        small_model(FAMILIES[family](), seed=0).save_pretrained(tmp_path / family)
+    configs = {family: FAMILIES[family]() for family in ("Qwen3-MoE", "gpt-oss")}
+    configs["of an odd size"] = Qwen3MoeConfig(norm_topk_prob=True, moe_intermediate_size=1001)
+    families = list(configs)
+    for family, config in configs.items():
+        small_model(config, seed=0).save_pretrained(tmp_path / family)
     models = [str(tmp_path / family) for family in families]
     for ranks in (1, 2):
         run_ranks(ranks, _rank, ranks, free_port(), models, str(tmp_path))
