@@ -61,8 +61,8 @@ from streamrl.transport.deadlines import WaitRegistry
 from streamrl.transport.endpoint import Hub, Link
 from tests.cli.calling import streamrl
 from tests.controller.test_refused_steps import sent_batch
+from tests.ports import free_port
 from tests.report.synthetic import INSTANCES, make_row, make_status
-from tests.training.conftest import free_port
 from tests.troubled_place import LIMIT_S, SLEEP, Place
 from tests.waiting import scaled
 

@@ -21,7 +21,7 @@ from streamrl.launcher.local_backend import LocalProcess, start
 from streamrl.runtime.process_plan import ProcessSpec
 from streamrl.transport.curve import make_keys
 from tests.cli.calling import streamrl
-from tests.training.conftest import free_port
+from tests.ports import free_port
 from tests.waiting import scaled
 
 LIMIT_S = 20.0

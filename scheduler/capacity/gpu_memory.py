@@ -123,10 +123,8 @@ class MemoryPhase:
 def phases(shape: MemoryShape) -> tuple[MemoryPhase, ...]:
     """Return the phases of the trainer's GPUs and of an instance's; of both together if they share their GPUs."""
     tp, sharing = shape.tensor_parallel, shape.sequence_parallel
-    layout = TrainerLayout(
-        *(max(1, shape.ranks // tp), tp, shape.whole_gradients, sharing),
-        whole_gradients_of_critic=shape.whole_gradients_of_critic,
-    )
+    of_critic = shape.whole_gradients_of_critic
+    layout = TrainerLayout(max(1, shape.ranks // tp), tp, shape.whole_gradients, sharing, True, of_critic)
     states = memory_per_gpu(shape.model, shape.work, layout, 0.0)
     tokens = max(shape.micro_tokens, shape.longest)
     activations = memory_per_gpu(shape.model, shape.work, layout, tokens) - states

@@ -266,13 +266,11 @@ def memory_per_gpu(model: Transformer, work: TrainingWork, layout: TrainerLayout
         micro_tokens: tokens of a rank's micro-batch, or of that of the ranks that share its rows.
     """
     if work.critic is not None:
-        whole = layout.whole_gradients_of_critic
         # computes after the policy: the weights that are gathered, and the activations, are those of the larger one
         of_policy, states = _memory_of(model, replace(work, trained=work.trained - 1), layout, micro_tokens)
-        of_critic, more = _memory_of(
-            *(work.critic, replace(work, trained=1, frozen=0), replace(layout, whole_gradients=whole), micro_tokens),
-            predicts=False,
-        )
+        its_work = replace(work, trained=1, frozen=0)
+        its_layout = replace(layout, whole_gradients=layout.whole_gradients_of_critic)
+        of_critic, more = _memory_of(work.critic, its_work, its_layout, micro_tokens, predicts=False)
         return states + more + max(of_policy, of_critic)
     return sum(_memory_of(model, work, layout, micro_tokens))
 

@@ -11,7 +11,7 @@ from streamrl.emulation.namespaces import namespaces_available
 from streamrl.emulation.network import EmulatedNetwork
 from streamrl.emulation.shaping import LinkShape
 from tests.emulation.sockets import Home, home_at
-from tests.training.conftest import free_port
+from tests.ports import free_port
 
 SHAPE = LinkShape(10e6, 0.01)
 """80 Mbit/s, 20 ms round trip."""

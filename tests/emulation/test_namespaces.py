@@ -29,7 +29,7 @@ from streamrl.emulation.network import EmulatedNetwork
 from streamrl.emulation.shaping import LinkShape
 from streamrl.errors import RunFailed, UserError
 from tests.emulation.sockets import Home, connect, inside
-from tests.training.conftest import free_port
+from tests.ports import free_port
 from tests.waiting import scaled
 
 LAYOUT = Layout("abc123", 77, "east", {"west": 6.25e6, "south": None})

@@ -26,7 +26,7 @@ from streamrl.errors import RunFailed, UserError
 from streamrl.runtime.processes import is_alive
 from tests.emulation.conftest import SHAPE
 from tests.emulation.sockets import Home, connect, download, exactly, round_trips, upload
-from tests.training.conftest import free_port
+from tests.ports import free_port
 from tests.waiting import scaled, settled, wait_for
 
 BANDWIDTH = SHAPE.bandwidth_bytes_per_s or 0.0

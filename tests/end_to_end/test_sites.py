@@ -24,7 +24,7 @@ from streamrl.run_dir.site_status import read_site
 from streamrl.run_dir.status import read_status
 from tests import warm
 from tests.end_to_end.project import Project, trained_rows, wait_for
-from tests.training.conftest import free_port
+from tests.ports import free_port
 from tests.waiting import finish, scaled
 
 ROOT = Path(__file__).parents[2]

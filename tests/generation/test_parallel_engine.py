@@ -46,8 +46,8 @@ from tests.generation.test_engine import (
     stored,
     update,
 )
+from tests.ports import free_port
 from tests.tiny_model import save_tiny_model
-from tests.training.conftest import free_port
 from tests.waiting import scaled, wait_for
 from tests.weights.world import fill
 

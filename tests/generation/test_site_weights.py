@@ -21,7 +21,7 @@ from streamrl.transport.endpoint import Hub, Link
 from streamrl.transport.endpoint_base import PeerLost
 from streamrl.weights.site_relay import NotPublished
 from streamrl.weights.version_store import NoRoom
-from tests.training.conftest import free_port
+from tests.ports import free_port
 from tests.transport.sockets import bind_again
 from tests.waiting import scaled, until
 from tests.weights.world import Policy, RecordingPublisher, World, in_world

@@ -19,7 +19,7 @@ from streamrl.transport import endpoint_base
 from streamrl.transport.deadlines import DeadlineExpired, WaitRegistry
 from streamrl.transport.endpoint import Delivery, Flow, Hub, Link
 from tests.generation.samples import assert_same, items
-from tests.training.conftest import free_port
+from tests.ports import free_port
 from tests.transport.sockets import bind_again
 from tests.waiting import holds, scaled, until
 

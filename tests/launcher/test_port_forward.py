@@ -11,7 +11,7 @@ import pytest
 
 from streamrl.launcher.port_forward import Forwarder
 from tests.ipv6 import with_ipv6
-from tests.training.conftest import free_port
+from tests.ports import free_port
 
 
 @pytest.fixture

@@ -44,8 +44,8 @@ from streamrl.transport.endpoint import Delivery, Flow, Speaker
 from streamrl.transport.endpoint_base import PeerLost
 from streamrl.transport.peer import Peer, PeerRoute
 from streamrl.transport.wire import MalformedMessage, Message, encode
+from tests.ports import free_port
 from tests.security.hostile_world import OWN, Sent, batch, fleet_of, hear, issue, nonsense, said, sample, two_sites
-from tests.training.conftest import free_port
 from tests.waiting import until
 
 NAN = {"logprobs": np.full(4, np.nan, "f4")}

@@ -17,7 +17,7 @@ from streamrl.transport.delivery import MOST_AHEAD, Inbox
 from streamrl.transport.endpoint import Hub, Link
 from streamrl.transport.peer import HeldMessage, PeerRoute
 from streamrl.transport.wire import MAX_ENVELOPE_BYTES, MAX_STATE_BYTES, Message, decode, encode
-from tests.training.conftest import free_port
+from tests.ports import free_port
 from tests.transport.sockets import run, until
 
 FLOOD = 20_000

@@ -37,8 +37,8 @@ from streamrl.run_dir.status import read_status
 from streamrl.transport.deadlines import WaitRegistry
 from streamrl.transport.endpoint import Delivery, Hub, Link, Speaker
 from streamrl.transport.wire import Arrays
+from tests.ports import free_port
 from tests.security.hostile_world import OWN, Sent, batch, fleet_of, hear, said, sample
-from tests.training.conftest import free_port
 from tests.waiting import scaled, until
 
 

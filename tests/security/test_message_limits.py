@@ -21,7 +21,7 @@ from streamrl.transport.wire import DTYPES, MAX_ARRAYS, MAX_ENVELOPE_BYTES, Mess
 from streamrl.weights import description
 from streamrl.weights.description import DESCRIPTION, describe, read_description
 from streamrl.weights.version import CorruptWeights, Manifest, Part, TensorEntry, WeightVersion, content_hash
-from tests.training.conftest import free_port
+from tests.ports import free_port
 
 PLAIN = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary(max_size=9),

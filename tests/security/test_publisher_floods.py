@@ -27,7 +27,7 @@ from streamrl.weights.description import DESCRIPTION, read_description
 from streamrl.weights.site_relay import WeightRelay
 from streamrl.weights.version import lay_out
 from streamrl.weights.version_store import WeightStore
-from tests.training.conftest import free_port
+from tests.ports import free_port
 from tests.waiting import until
 from tests.weights.world import Policy, World, in_world
 

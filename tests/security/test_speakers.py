@@ -19,7 +19,7 @@ from streamrl.transport.deadlines import WaitRegistry
 from streamrl.transport.endpoint import Hub, Link, Speaker
 from streamrl.transport.wire import MalformedMessage, NotAllowed
 from tests.messages import every_message, generated
-from tests.training.conftest import free_port
+from tests.ports import free_port
 from tests.waiting import scaled, until
 
 ROLES = ("trainer", "service", "rewards", "operator", "relay", "instance", "agents", "controller", "hub")

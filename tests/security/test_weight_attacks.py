@@ -35,7 +35,7 @@ from streamrl.weights.quantize import full_precision
 from streamrl.weights.site_relay import MOST_EARLY, WeightRelay
 from streamrl.weights.version import CorruptTensors, CorruptWeights, Manifest, Part, lay_out
 from streamrl.weights.version_store import NoRoom, WeightStore
-from tests.training.conftest import free_port
+from tests.ports import free_port
 from tests.waiting import scaled, until
 from tests.weights.world import RecordingPublisher, World, fill, flip_a_bit, in_world
 

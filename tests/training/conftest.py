@@ -15,17 +15,13 @@ import torch.multiprocessing as mp
 
 from streamrl.config.run import RunConfig
 from streamrl.rollouts.micro_batch import TrainGroup, TrainSequence
-from streamrl.runtime.interfaces import free_ports
+from tests.ports import free_port
 from tests.tiny_model import save_tiny_model
 
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_model(tmp_path_factory.mktemp("tiny"))
-
-
-def free_port() -> int:
-    return free_ports(1, "127.0.0.1")[0]
 
 
 @pytest.fixture

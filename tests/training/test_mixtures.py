@@ -22,7 +22,8 @@ from streamrl.training.packing_proof import proof_groups, prove, small_model
 from streamrl.training.policy_model import Policy, in_training
 from streamrl.training.trainer import Trainer
 from streamrl.verify.families import FAMILIES
-from tests.training.conftest import free_port, random_groups, relative_error, run_config, run_ranks
+from tests.ports import free_port
+from tests.training.conftest import random_groups, relative_error, run_config, run_ranks
 
 
 def with_experts(groups: list[TrainGroup], shape: RouterShape) -> list[TrainGroup]:

@@ -13,7 +13,8 @@ from streamrl.errors import RunFailed
 from streamrl.protocol.controller_trainer import Refusal
 from streamrl.training.step_guard import refusal
 from streamrl.training.trainer import Trainer
-from tests.training.conftest import free_port, random_groups, run_config, run_ranks
+from tests.ports import free_port
+from tests.training.conftest import random_groups, run_config, run_ranks
 from tests.training.test_not_finite import CPU, PPO, everything, local, same, weight_of, with_advantage
 
 

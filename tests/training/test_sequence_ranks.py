@@ -24,7 +24,8 @@ from streamrl.training.policy_model import Policy, in_training
 from streamrl.training.sequence_parallel import SequenceRanks
 from streamrl.training.truncation import ALL_TOKENS, Truncation
 from streamrl.verify.families import FAMILIES
-from tests.training.conftest import free_port, random_groups, relative_error, run_ranks, with_masks
+from tests.ports import free_port
+from tests.training.conftest import random_groups, relative_error, run_ranks, with_masks
 
 BATCHES = {
     "different lengths": proof_groups,

@@ -18,8 +18,9 @@ from streamrl.training.policy_model import Policy, load_policy
 from streamrl.training.sliced_loading import is_empty
 from streamrl.training.token_logprobs import LogitTransform
 from streamrl.verify.families import FAMILIES
+from tests.ports import free_port
 from tests.tiny_model import save_tiny_model
-from tests.training.conftest import free_port, run_config, run_ranks
+from tests.training.conftest import run_config, run_ranks
 from tests.training.trained import CPU
 
 

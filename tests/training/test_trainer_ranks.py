@@ -28,8 +28,9 @@ from streamrl.training.objective import merged
 from streamrl.training.policy_model import load_policy
 from streamrl.training.tensor_parallel import plan_of
 from streamrl.training.trainer import Trainer
+from tests.ports import free_port
 from tests.tiny_model import save_tiny_model
-from tests.training.conftest import free_port, random_groups, relative_error, run_config, run_ranks
+from tests.training.conftest import random_groups, relative_error, run_config, run_ranks
 from tests.training.trained import CPU, PPO, full, prepared, weights_of
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 
-from tests.training.conftest import free_port
+from tests.ports import free_port
 
 
 class Proxy:

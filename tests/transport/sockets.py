@@ -13,7 +13,7 @@ from streamrl.errors import RunFailed
 from streamrl.transport.curve import ClientSecurity, KeyPair, ServerSecurity
 from streamrl.transport.deadlines import WaitRegistry
 from streamrl.transport.endpoint import Hub, Link
-from tests.training.conftest import free_port
+from tests.ports import free_port
 from tests.waiting import scaled
 from tests.waiting import until as until
 

@@ -21,7 +21,7 @@ from streamrl.transport.deadlines import DeadlineExpired, WaitRegistry
 from streamrl.transport.endpoint import Flow, Hub, Link, PeerLost, Refused
 from streamrl.transport.peer import PeerRoute
 from streamrl.transport.wire import PROTOCOL_VERSION, Message, encode
-from tests.training.conftest import free_port
+from tests.ports import free_port
 from tests.transport import sockets
 from tests.waiting import holds, scaled, until
 

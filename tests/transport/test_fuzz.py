@@ -55,7 +55,8 @@ from streamrl.weights.description import DESCRIPTION, describe, read_description
 from streamrl.weights.publisher import code
 from streamrl.weights.version import CorruptWeights, Manifest, Part, lay_out
 from streamrl.weights.version_store import WeightStore
-from tests.training.conftest import free_port, random_groups
+from tests.ports import free_port
+from tests.training.conftest import random_groups
 from tests.transport.mutations import (
     DEEP,
     DEEPEST,

@@ -25,7 +25,7 @@ from streamrl.transport.wire import (
     encode,
     is_plain,
 )
-from tests.training.conftest import free_port
+from tests.ports import free_port
 from tests.transport.sockets import Sites, link, run
 from tests.waiting import scaled
 

@@ -16,7 +16,7 @@ from streamrl.transport.curve import ClientSecurity, ServerSecurity
 from streamrl.transport.deadlines import DeadlineExpired, WaitRegistry
 from streamrl.transport.endpoint import Flow, Hub, Link, Refused
 from streamrl.transport.wire import Message, encode
-from tests.training.conftest import free_port
+from tests.ports import free_port
 from tests.transport.proxy import Proxy
 from tests.transport.sockets import Sites, link, new_key, run, until
 from tests.waiting import scaled, settled

@@ -21,7 +21,7 @@ from streamrl.transport.deadlines import WaitRegistry
 from streamrl.transport.endpoint import Hub, Link, Speaker
 from streamrl.transport.wire import MalformedMessage
 from tests.messages import EDGES, messages
-from tests.training.conftest import free_port
+from tests.ports import free_port
 from tests.waiting import scaled, until
 
 

@@ -36,8 +36,9 @@ from streamrl.weights.backends.communicator import GroupBroken, communicator_of,
 from streamrl.weights.membership import TRIES, first_ranks
 from streamrl.weights.sharded import ShardedLayout
 from streamrl.weights.version import lay_out
+from tests.ports import free_port
 from tests.tiny_model import save_tiny_model
-from tests.training.conftest import free_port, one_rank  # noqa: F401
+from tests.training.conftest import one_rank  # noqa: F401
 from tests.waiting import scaled, until
 from tests.weights.test_sharded import sharded
 

@@ -25,8 +25,8 @@ from streamrl.weights.quantize import CodeKind, is_quantized, quantize
 from streamrl.weights.site_relay import WeightRelay
 from streamrl.weights.version import lay_out
 from streamrl.weights.version_store import WeightStore
+from tests.ports import free_port
 from tests.tiny_model import save_tiny_model
-from tests.training.conftest import free_port
 from tests.waiting import scaled
 from tests.weights.world import fill
 

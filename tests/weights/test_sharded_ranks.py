@@ -24,7 +24,8 @@ from streamrl.errors import RunFailed
 from streamrl.weights.quantize import CODE_TYPES
 from streamrl.weights.sharded import ShardedLayout
 from streamrl.weights.version import lay_out
-from tests.training.conftest import PRELOADED, free_port, run_ranks, tiny_model  # noqa: F401
+from tests.ports import free_port
+from tests.training.conftest import PRELOADED, run_ranks, tiny_model  # noqa: F401
 from tests.waiting import scaled
 from tests.weights.test_sharded import (
     assert_equal,

@@ -20,7 +20,7 @@ from streamrl.weights.publisher import WeightPublisher
 from streamrl.weights.site_relay import Encoding, WeightRelay
 from streamrl.weights.version import Manifest, Part, lay_out, transfer_kind
 from streamrl.weights.version_store import WeightStore
-from tests.training.conftest import free_port
+from tests.ports import free_port
 from tests.waiting import scaled
 
 Version = tuple[Manifest, np.ndarray]
