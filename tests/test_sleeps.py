@@ -70,3 +70,37 @@ def test_no_test_sleeps_in_order_to_wait() -> None:
 )
 def test_what_counts_as_a_sleep(source: str, lines: list[int]) -> None:
     assert sleeps(source) == lines
+
+
+def replaced_for_all(source: str) -> list[int]:
+    """Lines of calls that replace `time.sleep` for every thread of the process, in place of one module's `time`."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.Call(args=[ast.Name(id="time") | ast.Attribute(attr="time"), ast.Constant(value="sleep"), *_]):
+                found.append(node.lineno)
+            case ast.Call(args=[ast.Constant(value=str(name)), *_]) if name.endswith("time.sleep"):
+                found.append(node.lineno)
+    return found
+
+
+def test_no_test_replaces_the_sleep_of_all_threads() -> None:
+    """Threads that earlier tests or libraries have left sleep, too, and would be counted."""
+    files = {path: path.read_text() for path in TESTS.rglob("*.py") if path != Path(__file__)}
+    texts = {path: text for path, text in files.items() if "sleep" in text}
+    found = [f"{path.relative_to(TESTS)}:{line}" for path, text in texts.items() for line in replaced_for_all(text)]
+    assert not found, "replace the `time` of the module that sleeps: " + ", ".join(found)
+
+
+@pytest.mark.parametrize(
+    ("source", "lines"),
+    [
+        ("patch.setattr(time, 'sleep', f)", [1]),
+        ("patch.setattr(module.time, 'sleep', f)", [1]),
+        ("patch.setattr('time.sleep', f)", [1]),
+        ("patch.setattr('streamrl.module.time.sleep', f)", [1]),
+        ("patch.setattr(module, 'time', SimpleNamespace(sleep=f))", []),
+    ],
+)
+def test_what_counts_as_replacing_it_for_all(source: str, lines: list[int]) -> None:
+    assert replaced_for_all(source) == lines

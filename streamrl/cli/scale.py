@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -63,8 +64,6 @@ def _follow(directory: Path, answer: PoolScaled) -> None:
     Raises:
         RunFailed: the launcher is gone, or what the pool lacks has died for good: nothing will change any more.
     """
-    import time
-
     from streamrl.report.gone_launcher import launcher_gone
     from streamrl.run_dir.status import read_status
     from streamrl.runtime.operator_link import ANSWER_S

@@ -6,9 +6,11 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from streamrl.cli import scale as scale_module
 from streamrl.launcher import supervisor
 from streamrl.protocol.operator import PoolScaled
 from streamrl.run_dir.status import write_status
@@ -48,7 +50,8 @@ def scale(monkeypatch: pytest.MonkeyPatch, folder: Path, *meanwhile: Callable[[]
             raise AssertionError("it waits on")
         left.pop(0)()
 
-    monkeypatch.setattr(time, "sleep", sleep)
+    clock = SimpleNamespace(sleep=sleep, time=lambda: time.time(), monotonic=lambda: time.monotonic())
+    monkeypatch.setattr(scale_module, "time", clock)
     return streamrl(monkeypatch, "scale", folder, "--pool", "regular", "--replicas", "2")
 
 

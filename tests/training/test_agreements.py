@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -49,7 +50,7 @@ def test_another_rank_waits_until_it_sees_that_checkpoint(tmp_path: Path, monkey
 
     monkeypatch.setattr(dist, "get_rank", lambda: 1)
     monkeypatch.setattr(dist, "broadcast_object_list", given)
-    monkeypatch.setattr(agreements.time, "sleep", appears)
+    monkeypatch.setattr(agreements, "time", SimpleNamespace(sleep=appears, monotonic=time.monotonic))
     seen = folder(tmp_path, 10)
     assert agreed_checkpoint(seen) == 20 and len(waited) == 3
     (tmp_path / "step_20").rmdir()
