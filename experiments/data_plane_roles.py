@@ -268,7 +268,10 @@ class Control:
         return due
 
     def _commit(self, deliveries: Sequence[Delivery]) -> None:
-        arrivals = arrived(deliveries)
+        found, refused = arrived(deliveries, lambda peer, sample_id, is_agent: None)
+        if refused:
+            raise AssertionError(f"samples were refused: {refused[0].why}")
+        arrivals = [(one.sample, one.content) for one in found]
         began = time.perf_counter()
         if self.ledger is not None and arrivals and len(self.ledger.finish(arrivals)) != len(arrivals):
             raise AssertionError("a sample came twice, or was not asked for")

@@ -41,7 +41,7 @@ from streamrl.config.run import RunConfig
 from streamrl.training import attention, merged_attention, token_logprobs
 from streamrl.training.attention import SHARED_PREFIX
 from streamrl.training.learner import Division, Learner
-from streamrl.training.operations import TrainingOperations
+from streamrl.training.operations import ModelOperations, TrainingOperations
 from streamrl.training.packing import PackedBatch, pack
 from streamrl.training.policy_model import Policy, in_training
 from streamrl.verify.hardware_measurement import Size
@@ -217,7 +217,7 @@ def count(size: Size, context: int, recomputation: Recomputation, ranks: int = 1
         recomputation=str(recomputation).lower(),
         flops=sum(operations.values()),
         products=sum(flops for name, flops in operations.items() if "attention" not in str(name)),
-        formula_flops=TrainingOperations(shape, False, False, False, False).count(packed, True),
+        formula_flops=TrainingOperations(ModelOperations(shape, False), False, False, None).count(packed, True),
         moved_bytes=moved,
         score_matrices=tuple(sorted(shape for shape in storages.shapes if _of_tokens(shape, config) > 1)),
         attention_rows=storages.attention_rows,
