@@ -104,7 +104,7 @@ def main(steps: int) -> None:
         run_file = ROOT / "examples" / "small_reasoner.yaml"
         job = Job("watched", ROOT / "cluster_configs" / "local.yaml", run_file, WARM + 4 * steps + 2)
         log = (folder / "log").open("wb")
-        launched = subprocess.Popen(job.command(folder), cwd=ROOT, stdout=log, stderr=subprocess.STDtarget)
+        launched = subprocess.Popen(job.command(folder), cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
         run_dir = folder / job.name
         try:
             while not (run_dir / layout.STATUS).exists() and launched.poll() is None:

@@ -131,7 +131,7 @@ def main(minutes: tuple[float, float], seed: int, runs_dir: Path | None, beside:
         files = ["--cluster", str(CLUSTER), "--run", str(RUN_FILE), "--runs-dir", str(folder), "--set", "name=killed"]
         command = [sys.executable, "-m", "streamrl.cli.main", "launch", "--plain", "--steps", str(MANY_STEPS), *files]
         with (folder / "killed.log").open("w") as log:
-            process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDtarget)
+            process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
         try:
             wait_for_steps(run_dir, 1, process)
             for rate, length in zip(RATES, minutes, strict=True):
