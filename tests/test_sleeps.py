@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -44,11 +45,16 @@ def sleeps(source: str) -> list[int]:
     return sorted(line for line in left if not lines[line - 1].partition(REASON)[2].strip())
 
 
+def found_in(files: list[Path], lines: Callable[[str], list[int]]) -> list[str]:
+    """Places of what is found in these files by a function of their text."""
+    texts = {path: text for path in files if "sleep" in (text := path.read_text())}
+    return [f"{path.relative_to(TESTS)}:{line}" for path, text in texts.items() for line in lines(text)]
+
+
 def test_no_test_sleeps_in_order_to_wait() -> None:
     files = sorted(set(TESTS.rglob("*.py")) - MAY)
     assert len(files) > 100
-    texts = {path: text for path in files if "sleep" in (text := path.read_text())}
-    found = [f"{path.relative_to(TESTS)}:{line}" for path, text in texts.items() for line in sleeps(text)]
+    found = found_in(files, sleeps)
     assert not found, "wait for a fact with tests.waiting, or say what the sleep is for: " + ", ".join(found)
 
 
@@ -86,9 +92,7 @@ def replaced_for_all(source: str) -> list[int]:
 
 def test_no_test_replaces_the_sleep_of_all_threads() -> None:
     """Threads that earlier tests or libraries have left sleep, too, and would be counted."""
-    files = {path: path.read_text() for path in TESTS.rglob("*.py") if path != Path(__file__)}
-    texts = {path: text for path, text in files.items() if "sleep" in text}
-    found = [f"{path.relative_to(TESTS)}:{line}" for path, text in texts.items() for line in replaced_for_all(text)]
+    found = found_in(sorted(set(TESTS.rglob("*.py")) - {Path(__file__)}), replaced_for_all)
     assert not found, "replace the `time` of the module that sleeps: " + ", ".join(found)
 
 

@@ -107,11 +107,11 @@ class WorkerProcess:
         self.ended, self.open = True, False
         await end_the_rest(f"{MARK}={self._mark}", "an agent worker")
         await self.process.last_words(taking)
-        for play, future in list(self.playing.values()):
+        for play, future in self.playing.values():
             if not future.done():
                 future.set_result(self._outcome_of_death(play))
-        for key in list(self.playing):
-            self._forget(key)
+        self.playing.clear()
+        self.doing.clear()
         for event in (self.ready, self.no_more, self.idle):
             event.set()
 

@@ -33,15 +33,11 @@ def unused_keys(run: RunConfig) -> Iterable[ConfigProblem]:
     The keys in `also` are those that leave it without use.
     """
     algorithm, optimizer = run.algorithm, run.optimizer
-    for sampler, value in (("top_k", run.sampling.top_k), ("min_p", run.sampling.min_p)):
-        if value == 1:
-            reason = "is 1, which leaves only the likeliest token: its log-probability is 0, and nothing is learned"
-            yield ConfigProblem(("sampling", sampler), f"'sampling.{sampler}' {reason}")
-    if run.sampling.top_p <= LIKELIEST_ALONE:
-        reason = (
-            f"is {run.sampling.top_p:g}, which leaves only the likeliest token: its log-probability is 0, and nothing"
-        )
-        yield ConfigProblem(("sampling", "top_p"), f"'sampling.top_p' {reason} is learned")
+    alone = {"top_k": run.sampling.top_k == 1, "min_p": run.sampling.min_p == 1}
+    alone["top_p"] = run.sampling.top_p <= LIKELIEST_ALONE
+    for sampler in (name for name, is_so in alone.items() if is_so):
+        reason = f"is {getattr(run.sampling, sampler):g}, which leaves only the likeliest token: its log-probability is"
+        yield ConfigProblem(("sampling", sampler), f"'sampling.{sampler}' {reason} 0, and nothing is learned")
     if algorithm.advantage == "batch" and run.batch.prompts_per_step * run.batch.samples_per_prompt == 1:
         reason = (
             "is 1, as is batch.samples_per_prompt, and advantage: batch compares the samples of a batch: every "
@@ -84,13 +80,13 @@ def unused_keys(run: RunConfig) -> Iterable[ConfigProblem]:
         what = "no answer with a token of its own would be trained" if algorithm.mask_truncated else "all are penalised"
         reason = f"is 1, which every answer reaches: with algorithm.{key} {what}; expected 2 or more, or no {key}"
         yield _problem(("sampling", "max_tokens"), ("algorithm", key), reason)
-    if optimizer.decay != "constant" and optimizer.min_lr_fraction == 1:
-        reason = f"is 1, with which decay: {optimizer.decay} changes nothing: set it lower, or leave decay out"
-        yield _problem(("optimizer", "min_lr_fraction"), ("optimizer", "decay"), reason)
     if optimizer.decay == "constant":
         for key in _changed(optimizer, ("min_lr_fraction",)):
             reason = "has no use with decay: constant: leave it out, or choose linear, cosine or wsd"
             yield _problem(("optimizer", key), ("optimizer", "decay"), reason)
+    elif optimizer.min_lr_fraction == 1:
+        reason = f"is 1, with which decay: {optimizer.decay} changes nothing: set it lower, or leave decay out"
+        yield _problem(("optimizer", "min_lr_fraction"), ("optimizer", "decay"), reason)
     yield from _unused_of_ratio(run)
     yield from _unused_elsewhere(run)
     yield from _unused_of_dispatch(run)
@@ -136,10 +132,8 @@ def _unused_of_ratio(run: RunConfig) -> Iterable[ConfigProblem]:
             "always 1: leave it out, or choose ratio_to: generator, or schedule.sync_every, batch.epochs or "
             "mini_batches: 2 or more"
         )
-        beside = (
-            *(("algorithm", "off_policy", "ratio_to"), ("schedule", "sync_every")),
-            *(("batch", "epochs"), ("batch", "mini_batches")),
-        )
+        updates = ("schedule", "sync_every"), ("batch", "epochs"), ("batch", "mini_batches")
+        beside = ("algorithm", "off_policy", "ratio_to"), *updates
         yield ConfigProblem(("algorithm", key), f"'algorithm.{key}' {reason}", beside)
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from pathlib import Path
 
-from streamrl.config.algorithm import PPOConfig
 from streamrl.config.cluster import ClusterConfig
-from streamrl.config.run import CRITIC_KEY, RunConfig
+from streamrl.config.run import RunConfig
 from streamrl.errors import ErrorCode
 from streamrl.launcher.gpu_checks import sites_here
+from streamrl.launcher.model_check import trained_folders
 from streamrl.machine.engine_settings import MOST_ARRANGED_BYTES
-from streamrl.machine.model_files import in_slices, resolve_model, weight_bytes
+from streamrl.machine.model_files import in_slices, weight_bytes
 from streamrl.runtime.device_turns import takes_turns
 from streamrl.runtime.process_plan import ON_RAY, plan_processes
 
@@ -135,19 +135,14 @@ def memory_warnings(cluster: ClusterConfig, run: RunConfig, free: float, site: s
     Of processes on GPUs, only what the trainer's ranks have in host memory counts: the model as they load it, or their
     state as it waits there.
     """
-    weights = weight_bytes(folder := Path(resolve_model(run.model.path)))
-    trained = {folder: weights}  # policy, and a critic with files of its own
-    learning = weights
-    if isinstance(run.algorithm, PPOConfig):
-        own = Path(resolve_model(run.critic_path, CRITIC_KEY)) if run.critic_path else folder
-        trained[own] = weight_bytes(own)
-        learning += trained[own]
+    trained = [(folder, weight_bytes(folder)) for folder in trained_folders(run)]
+    weights, learning = trained[0][1], sum(size for _, size in trained)
     frozen = run.algorithm.needs_reference + run.algorithm.needs_proximal(run.updates_per_version)
     copies = frozen * FROZEN_BYTES_PER_WEIGHT_BYTE * weights
     if cluster.hardware == "cuda":
         copies += learning * WAITING_BYTES_PER_WEIGHT_BYTE
         ranks = sum(one.trainer.ranks for one in sites_here(cluster, site) if one.trainer)
-        whole = [size for one, size in trained.items() if ranks == 1 or not in_slices(one)]  # one after the other
+        whole = [size for folder, size in trained if ranks == 1 or not in_slices(folder)]  # one after the other
         loading = ranks * LOADING_BYTES_PER_WEIGHT_BYTE * max(whole, default=0)
         most = max(loading, copies if ranks and takes_turns(True, run) else 0)
         return _too_little(most + ranks * PROCESS_BYTES, free, "host memory") if ranks else []

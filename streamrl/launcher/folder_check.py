@@ -10,11 +10,11 @@ import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
-from streamrl.config.algorithm import PPOConfig
-from streamrl.config.run import CRITIC_KEY, RunConfig
+from streamrl.config.run import RunConfig
 from streamrl.config.schedule import staleness_limit
 from streamrl.errors import ErrorCode, UserError
-from streamrl.machine.model_files import resolve_model, weight_bytes
+from streamrl.launcher.model_check import trained_folders
+from streamrl.machine.model_files import weight_bytes
 from streamrl.run_dir import layout
 from streamrl.run_dir.checkpoints import CheckpointFolder
 from streamrl.run_dir.launcher_lock import in_use, owner_here
@@ -131,11 +131,8 @@ def _checkpoint_bytes(run: RunConfig) -> int:
     Raises:
         UserError: there is no such model.
     """
-    policy = weight_bytes(Path(resolve_model(run.model.path)))
-    critic = 0
-    if isinstance(run.algorithm, PPOConfig):
-        critic = policy if run.critic_path is None else weight_bytes(Path(resolve_model(run.critic_path, CRITIC_KEY)))
-    return policy + STATE_BYTES_PER_WEIGHT_BYTE * (policy + critic)
+    policy, *critic = map(weight_bytes, trained_folders(run))
+    return policy + STATE_BYTES_PER_WEIGHT_BYTE * (policy + sum(critic))
 
 
 def _to_come(run: RunConfig, resumed: Path | None) -> int:

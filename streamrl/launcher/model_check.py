@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from scheduler.cost.model_shapes import EXPERT_COUNTS, text_part, undivided_heads
+from streamrl.config.algorithm import PPOConfig
 from streamrl.config.cluster import ClusterConfig
-from streamrl.config.run import RunConfig
+from streamrl.config.run import CRITIC_KEY, RunConfig
 from streamrl.errors import ErrorCode, UserError
 from streamrl.machine.model_files import read_config, resolve_model, token_rows
 
@@ -24,6 +25,18 @@ POSITIONS_BY_FAMILY = {
 }
 """Key of config.json for the positions, of those values of `model_type` that do not call them max_position_embeddings
 (the attribute maps of transformers 5.19); in other families these keys may mean nothing."""
+
+
+def trained_folders(run: RunConfig) -> list[Path]:
+    """Return the folders of the models that a run trains: the policy's, and PPO's critic's, which may be the same.
+
+    Raises:
+        UserError: there is no such model.
+    """
+    policy = Path(resolve_model(run.model.path))
+    if not isinstance(run.algorithm, PPOConfig):
+        return [policy]
+    return [policy, Path(resolve_model(run.critic_path, CRITIC_KEY)) if run.critic_path else policy]
 
 
 def config_of(run: RunConfig) -> dict[str, Any]:

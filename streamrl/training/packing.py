@@ -211,7 +211,7 @@ def pack(groups: list[TrainGroup]) -> PackedBatch:
     rows: list[TrainSequence] = []
     """Sequences with tokens; the index of one is its row id."""
     columns: list[dict[str, np.ndarray]] = []
-    """Of each row, the values of its tokens with a loss, by field of the batch."""
+    """Values of each row's tokens with a loss, by field of the batch."""
     numbers: dict[str | int, int] = {}
     """Sequence number of each trajectory, and of each row that is of none."""
     for group, place in zip(groups, layout, strict=False):  # the layout ends with what fills the row up

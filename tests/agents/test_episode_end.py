@@ -23,6 +23,7 @@ from streamrl.agents.live_episode import LEFT
 from streamrl.agents.session import CallError, SessionLimits
 from streamrl.agents.workers import EpisodeWorkers
 from streamrl.config.run import RunConfig
+from tests.agents.agents_module import enter_folder_with
 from tests.agents.test_agent_host import ORDER, TOKENIZER, USER, Model, call, hosting, never
 from tests.agents.test_session import MORE, answered, lose, session
 from tests.agents.test_session import call as asked
@@ -83,9 +84,7 @@ async def run(task, client):
 
 @pytest.fixture(autouse=True)
 def _in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "mischievous_agents.py").write_text(AGENTS)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    enter_folder_with(AGENTS, tmp_path, monkeypatch)
 
 
 def test_an_answer_that_came_after_the_end_is_in_no_row_and_is_not_the_conversation() -> None:

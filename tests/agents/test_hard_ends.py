@@ -15,6 +15,7 @@ from streamrl.agents import workers
 from streamrl.rollouts.void import VoidCause
 from streamrl.runtime.output_pipe import OutputLog, OutputPipe
 from streamrl.runtime.piped_process import PipedProcess
+from tests.agents.agents_module import enter_folder_with
 from tests.agents.model_server import ModelServer
 from tests.agents.test_workers import agent, order, play, started
 from tests.waiting import scaled, until
@@ -88,9 +89,7 @@ def look_up(mark):
 
 @pytest.fixture(autouse=True)
 def _in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "mischievous_agents.py").write_text(AGENTS)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    enter_folder_with(AGENTS, tmp_path, monkeypatch)
 
 
 def waiting(*names: str) -> list[Any]:

@@ -9,6 +9,7 @@ import pytest
 
 from streamrl.rollouts.void import VoidCause
 from streamrl.runtime.processes import is_alive
+from tests.agents.agents_module import enter_folder_with
 from tests.agents.test_workers import agent, order, play, started
 from tests.waiting import scaled, until
 
@@ -54,9 +55,7 @@ async def run(task, client):
 
 @pytest.fixture(autouse=True)
 def _in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "mischievous_agents.py").write_text(AGENTS)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    enter_folder_with(AGENTS, tmp_path, monkeypatch)
 
 
 def test_a_cancelled_agent_may_take_its_time_to_end_what_it_has_begun() -> None:

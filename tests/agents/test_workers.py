@@ -23,6 +23,7 @@ from streamrl.config.tasks import AgentTask
 from streamrl.errors import RunFailed, UserError
 from streamrl.rollouts.void import VoidCause
 from streamrl.runtime import output_pipe
+from tests.agents.agents_module import enter_folder_with
 from tests.agents.model_server import ModelServer
 from tests.waiting import scaled, until, wait_for
 
@@ -231,9 +232,7 @@ async def mark_when_cancelled(name):
 
 @pytest.fixture(autouse=True)
 def _in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "mischievous_agents.py").write_text(AGENTS)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    enter_folder_with(AGENTS, tmp_path, monkeypatch)
 
 
 def agent(name: str = "mine", **changes: Any) -> AgentTask:
@@ -253,7 +252,7 @@ async def started(*tasks: AgentTask, count: int = 1, log: Path | None = None) ->
 
 
 NUMBERS = itertools.count()
-"""Of the episodes: each has a key of its own, as each session has."""
+"""Numbers of the episodes: each has a key of its own, as each session has."""
 
 
 def order(prompt: str, sample_id: str = "", task: str = "mine", **item: Any) -> EpisodeOrder:
