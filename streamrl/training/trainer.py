@@ -40,6 +40,7 @@ from streamrl.training.agreements import agreed_packing
 from streamrl.training.checkpoint_check import check_trainer_state
 from streamrl.training.checkpoint_writing import StateWriter, checkpoint_weights, load_state, write_model
 from streamrl.training.compiled_parts import failures_told
+from streamrl.training.critic import Critic
 from streamrl.training.early_copy import EarlyCopy
 from streamrl.training.hidden_states import has_own_rows
 from streamrl.training.host_offload import HostOffload
@@ -133,7 +134,7 @@ class Trainer:
         self._nothing = pack([NOTHING]).to(device)
         self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None
         """Stream of the copies to a GPU."""
-        computing = [one for one in (self.policy, of_critic) if one is not None]
+        computing: list[Policy | Critic] = [learner.model for learner in self.learners]
         self._separate = any(one.separate for one in computing)
         self._padded = any(one.separate and not has_own_rows(one.model) for one in computing)
         self._offload = HostOffload(pinned=device.type == "cuda")

@@ -254,9 +254,8 @@ def ask(text):
     urllib.request.urlopen(urllib.request.Request(url, sent, {"content-type": "application/json"})).read()
 '''
 LATER = '''
-parent = os.getppid()
 open("ready", "w").close()
-while os.getppid() == parent: time.sleep(0.01)
+while not os.path.exists("noticed"): time.sleep(0.01)
 ask("late")
 '''
 
@@ -271,8 +270,15 @@ print(json.dumps({"reward": 1}))
 def test_what_a_program_has_started_is_not_trained_for_what_it_asks_once_the_program_has_ended(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    exit_of, model = agent_program._exit_of, Model("in time", "late")
+
+    async def noticed(process: asyncio.subprocess.Process) -> tuple[int, float]:
+        found = await exit_of(process)
+        Path("noticed").touch()  # the child asks only now
+        return found
+
+    monkeypatch.setattr(agent_program, "_exit_of", noticed)
     monkeypatch.setattr(agent_program, "LAST_WORDS_S", scaled(60))  # which end with the child
-    model = Model("in time", "late")
 
     async def scenario() -> None:
         async with with_workers(model, command=[sys.executable, "-c", PROGRAM]) as host:
