@@ -21,6 +21,7 @@ from scheduler.cost.hardware import peak_tflops
 from scheduler.cost.model_shapes import square_cost
 from streamrl.config.tasks import AgentTask
 from streamrl.controller.evaluation_runner import Evaluator
+from streamrl.controller.farewell import Farewell
 from streamrl.controller.group_pool import GroupPool
 from streamrl.controller.group_source import GroupSource, group_of, samples_of
 from streamrl.controller.issuer import Issuer
@@ -118,6 +119,10 @@ class Controller:
         self.trainers = Trainers(self.hub, self.waits, trainer.ranks, self.limits.training_s, trainer.sharing, longer)
         services = {spec.name: spec.site for spec in plan if spec.role == "service"}
         self.services = Services(self.hub, self.waits, services, context.cluster, context.run)
+        self.farewell = Farewell(
+            *(self.hub, self.waits, services, context.cluster, self.services.excluded),
+            *(self.telemetry, context.run_dir),
+        )
         self.hub.can_lose = lambda speaker: speaker.name in {*self.services.excluded, *self.rewarders.excluded}
         self.weight_calls = WeightCalls(self.hub, self.services, self.trainers.names[0])
         self.trainers.progress["publish"] = lambda: self.weight_calls.since_sign_s
@@ -174,13 +179,13 @@ class Controller:
                 await self.training.drive()
                 await self._receive()
                 await self._leave_absent()
-            await self._close("done")
+            await self.farewell.close("done")
         except asyncio.CancelledError:
-            await self._close("interrupted")
+            await self.farewell.close("interrupted")
             raise
         except BaseException as error:
             if is_final(error) or self.telemetry.state == "done":
-                await self._close("failed", str(error))
+                await self.farewell.close("failed", str(error))
             else:  # its launcher starts it again, and sites that have been told of an end do not come back
                 self.telemetry.close("starting")
             raise
@@ -189,23 +194,6 @@ class Controller:
                 task.cancel()
             self.ledger.close()
             await self.hub.close()
-
-    async def _close(self, state: str, error: str | None = None) -> None:
-        """Write the last status, and notify the sites that have launchers of their own.
-
-        A run that is done stays so, whatever happens while the sites are notified.
-        """
-        if self.telemetry.state != "done":
-            self.telemetry.close(state, error)
-        told = self.telemetry
-        emulated = (self.context.run_dir / layout.NETWORK).is_dir()  # these sites end with the launcher
-        patient = state == "done" and not emulated
-        untold = await self.services.finish(told.state, told.error, patient)
-        if untold and told.state == "done":
-            told.untold = untold
-            log.warning("the run is done, which %s could not be told", ", ".join(untold))
-            with contextlib.suppress(OSError):
-                told.write()
 
     async def _start(self) -> None:
         """Wait for all processes and restore the run's position; publishing the first weights is then due."""

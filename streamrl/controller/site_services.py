@@ -6,7 +6,6 @@ that is still loading a version when the next one is made gets the newest versio
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import functools
 import time
@@ -25,11 +24,9 @@ from streamrl.controller.site_heartbeats import SiteHeartbeats
 from streamrl.controller.site_limits import LONGEST_S
 from streamrl.controller.step_times import Traffic
 from streamrl.controller.version_spread import VersionSpread
-from streamrl.errors import RunFailed
 from streamrl.machine.model_files import resolve_model
 from streamrl.machine.router_shape import router_shape
 from streamrl.protocol.controller_site import (
-    Finish,
     InstanceState,
     LoadWeights,
     ScalePools,
@@ -41,7 +38,7 @@ from streamrl.protocol.controller_trainer import PublishDone
 from streamrl.protocol.message import TypedMessage, wire
 from streamrl.protocol.samples import fleet_from_wire, groups_to_wire
 from streamrl.rollouts.types import Group
-from streamrl.run_dir.status import ABSENT_AFTER_S, HEARS_END
+from streamrl.run_dir.status import ABSENT_AFTER_S
 from streamrl.runtime.device_turns import instance_start_s
 from streamrl.transport.deadlines import WaitRegistry, never
 from streamrl.transport.endpoint import Hub
@@ -54,12 +51,6 @@ RETURN_S = 300.0
 LATER = 2
 """Factor by which the controller waits longer for a site than the site's own limits allow: the service replaces an
 instance that does not load a version, or does not leave its device, in time, and the others go on."""
-FINISH_S = 3.0
-"""Seconds for a site to acknowledge that the run is over; a site that does not will notice the silence."""
-FAREWELL_S = 60.0
-"""Most seconds for sites that are away to come back and acknowledge that the run is done; `absence_s` if it is less."""
-LOOK_S = 0.1
-"""Seconds between two looks at whether a site has come back."""
 BYTES_PER_TOKEN = 12.0
 """Bytes of a token on a link: id, log-probability and weight version, 4 bytes each, before compression; with router
 replay its experts come on top."""
@@ -99,8 +90,6 @@ class Services:
         """Samples that were given again, with their groups: they are work of their own."""
         self.heartbeats = SiteHeartbeats(hub, self._sites, cluster, self.excluded)
         """What the services tell of themselves."""
-        self._informed: set[str] = set()
-        """Services that have acknowledged that the run is over."""
         self._asleep: set[str] = set()
         """Services whose instances have left their devices to the trainer."""
         self._traffic = Traffic()
@@ -417,48 +406,6 @@ class Services:
         if self._versions.ready(name, report):
             await self._announce(name)
         return not self.updating
-
-    async def finish(self, state: str, error: str | None, patient: bool = False) -> list[str]:
-        """Tell remote sites that the run is over and how it ended, each as soon as it is there.
-
-        Args:
-            state: how the run ended.
-            error: why it failed.
-            patient: give sites that are away the time to come back, not only those that are connected `FINISH_S`.
-
-        Returns:
-            Sites that have not acknowledged it.
-        """
-        told, remote = Finish(state=state, error=error), {}
-        for name, site in self._sites.items():
-            if site in self._cluster.remote_sites and name not in self._informed:
-                remote[name] = site
-        await asyncio.gather(*(self._finish(name, told, patient) for name in remote))
-        return [site for name, site in remote.items() if name not in self._informed]
-
-    async def _finish(self, name: str, told: Finish, patient: bool) -> None:
-        """Tell one service, and again each process that comes in its place."""
-        if name not in self._hub.peers and (not patient or name in self.excluded):
-            return
-        limit_s = min(self._cluster.absence_s, FAREWELL_S) if patient else FINISH_S
-        heard = asyncio.Event()  # it may also be set later, when nobody waits for it any more
-
-        def acknowledged() -> None:
-            self._informed.add(name)
-            heard.set()
-
-        addressed = None
-        with contextlib.suppress(RunFailed):
-            async with self._waits.deadline(f"{name}{HEARS_END}", limit_s):
-                while not heard.is_set():
-                    peer = self._hub.peers.get(name)
-                    if peer is not None and peer is not addressed:
-                        addressed = peer
-                        with contextlib.suppress(KeyError):  # it leaves meanwhile
-                            await self._hub.send(name, *wire(told), on_ack=acknowledged)
-                    with contextlib.suppress(TimeoutError):
-                        async with asyncio.timeout(LOOK_S):
-                            await heard.wait()
 
     def traffic(self) -> Traffic:
         """Return the traffic with all sites since the last call."""

@@ -341,13 +341,13 @@ def test_other_sites_are_told_of_an_end_only_if_the_launcher_does_not_start_the_
     async def look(step: Callable[[], int]) -> None:
         looked.append(step())
 
-    async def finish(state: str, error: str | None, patient: bool) -> list[str]:
+    async def tell(state: str, error: str | None, patient: bool) -> list[str]:
         assert not patient
         told.append(state)
         return []
 
     monkeypatch.setattr(controller, "_start", fail)
-    monkeypatch.setattr(controller.services, "finish", finish)
+    monkeypatch.setattr(controller.farewell, "tell", tell)
     monkeypatch.setattr(controller.telemetry.disk, "keep_looking", look)
     controller.telemetry.step = 3
     controller.hub.peers.clear()
@@ -379,7 +379,7 @@ def test_a_run_that_is_done_stays_so_while_the_sites_are_told(
     told: list[str] = []
 
     async def play() -> None:
-        async def finish(state: str, error: str | None, patient: bool) -> list[str]:
+        async def tell(state: str, error: str | None, patient: bool) -> list[str]:
             told.append(state)
             if len(told) > 1:
                 assert not patient
@@ -390,7 +390,7 @@ def test_a_run_that_is_done_stays_so_while_the_sites_are_told(
             await stands_still()
             return []
 
-        monkeypatch.setattr(controller.services, "finish", finish)
+        monkeypatch.setattr(controller.farewell, "tell", tell)
         monkeypatch.setattr(controller, "_start", AsyncMock())
         monkeypatch.setattr(controller, "_done", lambda: True)
         running = asyncio.ensure_future(controller.run())
@@ -400,20 +400,6 @@ def test_a_run_that_is_done_stays_so_while_the_sites_are_told(
     status = read_status(controller.context.run_dir)
     assert (status.state, status.error, told) == ("done", None, ["done", "done"])
     assert status.untold == ["far"]
-
-
-@pytest.mark.parametrize(
-    ("state", "emulated", "patient"), [("done", False, True), ("done", True, False), ("failed", False, False)]
-)
-def test_sites_with_launchers_of_their_own_have_time_to_come_back_when_the_run_is_done(
-    controller: Controller, monkeypatch: pytest.MonkeyPatch, *, state: str, emulated: bool, patient: bool
-) -> None:
-    if emulated:
-        (controller.context.run_dir / layout.NETWORK).mkdir()
-    finish = AsyncMock(return_value=[])
-    monkeypatch.setattr(controller.services, "finish", finish)
-    asyncio.run(controller._close(state))
-    finish.assert_awaited_once_with(state, None, patient)
 
 
 def at_the_end(controller: Controller, away_s: float) -> None:
