@@ -32,6 +32,7 @@ from streamrl.controller.pool_sizes import Scaling
 from streamrl.controller.reconnect import Recovery
 from streamrl.controller.refused_steps import RefusedSteps
 from streamrl.controller.reward_client import Rewarders
+from streamrl.controller.run_end import RunEnd
 from streamrl.controller.sample_intake import SampleIntake
 from streamrl.controller.schedule_tuner import make_choice
 from streamrl.controller.site_claims import SiteClaims, read_heartbeat
@@ -78,7 +79,6 @@ from streamrl.run_dir.jsonl import iter_rows
 from streamrl.run_dir.metrics import MetricsRow
 from streamrl.run_dir.resume_point import resume_point
 from streamrl.run_dir.start_stages import READY, waiting_for
-from streamrl.run_dir.status import ABSENT_AFTER_S
 from streamrl.runtime.process_context import RoleContext
 from streamrl.runtime.process_plan import plan_processes, rank_names
 from streamrl.runtime.site_connections import CONTROLLER, bind_home, home_hub
@@ -88,8 +88,6 @@ from streamrl.transport.endpoint import Delivery
 
 log = logging.getLogger(__name__)
 
-LOOK_AT_SITES_S = 1.0
-"""Seconds between two looks at whether sites that are away hold up the end."""
 MOST_EVENTS_AT_ONCE = 512
 """Limit on the messages that are committed to the ledger in one transaction."""
 
@@ -172,13 +170,13 @@ class Controller:
         beside = [self.hub.beside(work) for work in works]
         try:
             await self._start()
-            beside.append(self.hub.beside(self._keep_looking()))
-            while not self._done():
+            beside.append(self.hub.beside(self.end.keep_looking(self.hub.wake)))
+            while not self.end.reached:
                 await self.issuer.issue(self.training.step, self.training.batch.count)
                 await self._evaluate()
                 await self.training.drive()
                 await self._receive()
-                await self._leave_absent()
+                await self.end.leave_absent()
             await self.farewell.close("done")
         except asyncio.CancelledError:
             await self.farewell.close("interrupted")
@@ -281,6 +279,11 @@ class Controller:
             void_watch=VoidWatch(self.config),
             complete=self.training.complete,
         )
+        self.end = RunEnd(
+            *(self.training, self.services, evaluator, self.trust),
+            absence_s=self.context.cluster.absence_s,
+            evaluates=self.config.evaluation is not None,
+        )
 
     async def _join_services(self) -> None:
         """Take the instances of all services into use.
@@ -366,38 +369,6 @@ class Controller:
         except (FileNotFoundError, ValueError, LookupError, TypeError, AttributeError) as error:
             raise unreadable(folder, error) from error
         return chosen
-
-    def _done(self) -> bool:
-        """Return whether all steps are trained and the work that follows the last one is done."""
-        evaluating = self.evaluator.unfinished or self.evaluator.due(self.services.version)
-        return self.training.done and not self.services.updating and not evaluating
-
-    async def _keep_looking(self) -> None:
-        """Wake the loop once only sites that are away may hold up the end of the run: their silence brings nothing."""
-        while True:
-            await asyncio.sleep(LOOK_AT_SITES_S)
-            if self._absent():
-                self.hub.wake()
-
-    def _absent(self) -> list[str]:
-        """Return the services of sites that are away too long once all steps are trained and saved; [] before.
-
-        An evaluation of the last version needs its sites, so that they have more time.
-        """
-        absence_s = self.context.cluster.absence_s / 2
-        limit_s = absence_s if self.config.evaluation is not None else min(absence_s, ABSENT_AFTER_S)
-        return self.services.absent(limit_s) if self.training.saved else []
-
-    async def _leave_absent(self) -> None:
-        """Do without sites that are away if all is trained and saved, and only versions or an evaluation are left.
-
-        The last site that can generate is needed for an evaluation.
-        """
-        for name in self._absent():
-            why = f"it has been away for {self.services.heartbeats.away_s(name):.0f} s, and all steps are done"
-            if not await self.trust.exclude(name, why) and self.config.evaluation is None:
-                log.error("%s is not used any more: %s", name, why)
-                self.services.exclude(name, why)
 
     def _new_group(self) -> Group:
         """Issue the next prompt's group."""

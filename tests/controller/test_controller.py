@@ -21,11 +21,10 @@ from streamrl.config.run import RunConfig
 from streamrl.controller.controller import Controller
 from streamrl.controller.evaluation_runner import Evaluator
 from streamrl.controller.group_source import GroupSource
+from streamrl.controller.run_end import RunEnd
 from streamrl.controller.telemetry import Telemetry
 from streamrl.errors import RestartNeeded, RunFailed, UserError
 from streamrl.protocol.controller_rewards import ScoreAnswer
-from streamrl.protocol.controller_site import WeightsReady
-from streamrl.protocol.controller_trainer import PublishDone
 from streamrl.protocol.operator import CheckpointNow
 from streamrl.rollouts.kept_micro_batches import KeptMicroBatches, KeptStep
 from streamrl.rollouts.ledger import KnownSteps, Ledger
@@ -392,7 +391,7 @@ def test_a_run_that_is_done_stays_so_while_the_sites_are_told(
 
         monkeypatch.setattr(controller.farewell, "tell", tell)
         monkeypatch.setattr(controller, "_start", AsyncMock())
-        monkeypatch.setattr(controller, "_done", lambda: True)
+        monkeypatch.setattr(RunEnd, "reached", True)
         running = asyncio.ensure_future(controller.run())
         await asyncio.gather(running, return_exceptions=True)
 
@@ -400,65 +399,3 @@ def test_a_run_that_is_done_stays_so_while_the_sites_are_told(
     status = read_status(controller.context.run_dir)
     assert (status.state, status.error, told) == ("done", None, ["done", "done"])
     assert status.untold == ["far"]
-
-
-def at_the_end(controller: Controller, away_s: float) -> None:
-    """Let all steps be done, with the last version in flight to the other site, which was heard so long ago."""
-    now = time.monotonic()
-    for name, silent_s in (("service-home", 0.0), ("service-far", away_s)):
-        controller.hub.peers[name].last_seen = now - silent_s
-    vars(controller.evaluator).update(unfinished=0, due=lambda version: False)
-    controller.training.resume_at(controller.config.steps)
-    controller.training._publish_due = False
-    asyncio.run(controller.services.spread(PublishDone(0, 0.0, 1.0, number=1, content_hash="hash", bytes=100)))
-    controller.services._versions.ready("service-home", WeightsReady(1, None, 0.0, 0, 0.0, 0.0, {}))
-
-
-@pytest.mark.parametrize("last", [False, True])
-@pytest.mark.parametrize(
-    ("away_s", "evaluates", "saved", "without"),
-    [
-        (5.0, False, True, False),
-        (20.0, False, True, True),
-        (20.0, False, False, False),
-        (20.0, True, True, False),
-        (400.0, True, True, True),
-    ],
-)
-def test_a_site_that_vanishes_after_the_last_step_does_not_hold_up_the_end(
-    controller: Controller,
-    monkeypatch: pytest.MonkeyPatch,
-    *,
-    away_s: float,
-    evaluates: bool,
-    saved: bool,
-    without: bool,
-    last: bool,
-) -> None:
-    assert controller.context.cluster.absence_s == 600
-    at_the_end(controller, away_s)
-    controller.training._checkpoint_due = not saved
-    if evaluates:
-        monkeypatch.setattr(controller, "config", controller.config.model_copy(update={"evaluation": object()}))
-    if last:
-        monkeypatch.setattr(controller.services, "can_exclude", lambda name: False)
-        without = without and not evaluates
-    assert not controller._done()
-    asyncio.run(controller._leave_absent())
-    assert controller._done() == without == ("service-far" in controller.services.excluded)
-    if without:
-        assert "and all steps are done" in controller.services.excluded["service-far"]
-
-
-def test_the_loop_looks_again_when_a_site_is_away_at_the_end(
-    controller: Controller, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("streamrl.controller.controller.LOOK_AT_SITES_S", 0.0)
-    at_the_end(controller, 20.0)
-
-    async def play() -> None:
-        looking = asyncio.ensure_future(controller._keep_looking())
-        await controller._receive()
-        looking.cancel()
-
-    asyncio.run(play())
