@@ -29,7 +29,7 @@ from streamrl.protocol.speakers import HubKind, role_at
 from streamrl.run_dir import layout
 from streamrl.runtime.process_plan import plan_processes, possible_instances, rank_names
 from streamrl.transport.curve import KeyPair, load_own, make_keys, secret_file
-from streamrl.transport.hub import Admit
+from streamrl.transport.hello import Admit
 
 OPERATOR = "operator"
 """Owner of the key of operator commands (`streamrl scale`), which come and go as `operator-<number>`."""

@@ -4,14 +4,11 @@ A connection is anonymous until its hello is accepted; from then on it speaks fo
 says hello again with its session: its messages are then routed to the new connection, and unacknowledged ones are
 resent there. A hello with a new session is a new life of the peer, which starts with no state. The life before it has
 ended: if its process is still there (a site launched twice, a machine that was suspended), its next hello is refused.
-A first hello may be late, and come after that of the process that has replaced its sender: it says when its process
-began, and is refused while one that began later is heard; it may ask again, as a clock that was set back makes a
-successor look late.
+`hello.py` has the rules by which a connection may have a name.
 
 There are two doors. Peers of the hub's own site use the inner one, a Unix socket or TCP, with keys of the site's
 processes. Those of other sites use the outer one, with their site's key. libzmq admits only connections that have
-proved to own a key of the door. A name belongs to the inside or to one site, whichever said hello first, until it says
-bye; no other site can take it. Each door has its own socket, so no connection from outside can have the routing id of
+proved to own a key of the door. Each door has its own socket, so no connection from outside can have the routing id of
 one inside.
 """
 
@@ -24,7 +21,6 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, Self
 
 import zmq
@@ -48,6 +44,7 @@ from streamrl.transport.endpoint_base import (
     size_of,
 )
 from streamrl.transport.flow import Flow
+from streamrl.transport.hello import Admit, Hello, first_open, is_late, read_hello, site_of, wrong_with_claim
 from streamrl.transport.ip_addresses import needs_ipv6
 from streamrl.transport.peer import Door, HeldMessage, Peer, PeerRoute, check_size, key_of, make_door, stranger_inbox
 from streamrl.transport.refusals import STRANGER
@@ -59,10 +56,6 @@ from streamrl.transport.wire import (
     Message,
     OtherVersion,
     decode,
-    is_finite,
-    is_name,
-    is_natural,
-    is_plain,
 )
 
 log = logging.getLogger(__name__)
@@ -73,22 +66,6 @@ LOOK_AGAIN_S = 0.1
 """Seconds after which a message that was held is looked at again."""
 MOST_TOLD = 200
 """Characters of an unexpected error that a refused peer gets to know."""
-
-Admit = Callable[[str, str, dict[str, Any], str | None], str | None]
-
-
-@dataclass(frozen=True)
-class _Hello:
-    """What a peer says as it connects."""
-
-    name: str
-    role: str
-    meta: dict[str, Any]
-    session: str
-    first: int
-    """Number of its first message that is not acknowledged."""
-    begun: float
-    """When its process began by its own clock, in unix seconds."""
 
 
 class Hub(Endpoint):
@@ -355,7 +332,7 @@ class Hub(Endpoint):
         self._to(peer, self._control("heartbeat", self.state() | endpoint_base.echo_of(message, self._clock())))
         if not kept:
             raise MalformedMessage(f"heartbeat of {size} bytes, at most {MAX_STATE_BYTES}")
-        peer.inbox.begin_at(message.session, _first(message))
+        peer.inbox.begin_at(message.session, first_open(message))
         state, _ = endpoint_base.take_state(message)
         peer.state = state if self.read_state is None else self.read_state(peer.speaker, state)
 
@@ -379,13 +356,15 @@ class Hub(Endpoint):
         """
         if size > MAX_STATE_BYTES:
             raise MalformedMessage(f"hello of {size} bytes, at most {MAX_STATE_BYTES}")
-        hello = _read_hello(message, self._clock())
+        hello = read_hello(message, self._clock())
         sender = key_of(route, owner) or hello.name
         if route.door.outside and not self.covered("hello", owner, size):
             self.refusals.count("too many", sender, f"a hello of {size} bytes so soon after others")
             return
         flow = self._judge(route, hello, owner)
-        late = not isinstance(flow, str) and self._is_late(hello)
+        known = self.peers.get(hello.name)
+        silent_s = self.silent_for(hello.name) if known is not None else 0.0
+        late = not isinstance(flow, str) and is_late(hello, known, silent_s)
         if late:
             flow = f"another process of this name has come, which began later, and {self.name} hears it"
         if isinstance(flow, str):
@@ -393,7 +372,7 @@ class Hub(Endpoint):
             self.refusals.count("hello", sender, flow)
             self._answer(route, self._control("refused", {"hub": self.name, "reason": flow, "late": late}))
             return
-        known = peer = self.peers.get(hello.name)
+        peer = known
         if peer is None or peer.session != hello.session:
             peer = self._begin_session(route, hello, owner, flow)
         peer.inbox.begin_at(hello.session, hello.first)
@@ -407,10 +386,10 @@ class Hub(Endpoint):
         if known is None:
             self._joined.set()
 
-    def _begin_session(self, route: PeerRoute, hello: _Hello, owner: str | None, flow: Flow) -> Peer:
+    def _begin_session(self, route: PeerRoute, hello: Hello, owner: str | None, flow: Flow) -> Peer:
         """Return a peer with no state, in place of the one that had its name before."""
         outbox: Outbox[Outgoing] = Outbox(flow.credits, flow.window_bytes)
-        site = hello.meta["site"] if route.door.outside else None
+        site = site_of(hello, route)
         peer = Peer(hello.name, hello.role, hello.meta, hello.session, outbox, flow, site, owner, hello.begun)
         if route.door.outside:
             peer.inbox = stranger_inbox()
@@ -422,19 +401,12 @@ class Hub(Endpoint):
             self._inbox.put_nowait(Delivery(hello.name, "hello", {"session": hello.session}, {}, lambda: None))
         return peer
 
-    def _judge(self, route: PeerRoute, hello: _Hello, owner: str | None) -> Flow | str:
+    def _judge(self, route: PeerRoute, hello: Hello, owner: str | None) -> Flow | str:
         """Return the flow to the peer of a hello, or why it is refused; `owner` as for `_arrived`."""
+        spoken, known = self._routes.get(route), self.peers.get(hello.name)
+        if (wrong := wrong_with_claim(hello, route, owner, spoken, known)) is not None:
+            return wrong
         name, role, meta = hello.name, hello.role, hello.meta
-        site = meta.get("site") if route.door.outside else None
-        if route.door.outside and not is_name(site):
-            return "a peer from outside must name its site in meta['site']"
-        if route.door.outside and route.door.keys is not None and site != owner:
-            return f"the key is that of site {owner!r}, the hello is of site {site!r}"
-        if (spoken := self._routes.get(route)) is not None and spoken.name != name:
-            return f"this connection is that of {spoken.name!r}, it cannot be that of {name!r}"
-        if (known := self.peers.get(name)) is not None and known.site != site:
-            where = "inside this site" if known.site is None else f"at site {known.site!r}"
-            return f"the name {name!r} belongs to a peer {where}"
         try:
             admit = self.admit if route.door.outside else self.admit_inside
             if admit is not None and (reason := admit(name, role, meta, owner)) is not None:
@@ -445,13 +417,6 @@ class Hub(Endpoint):
         except Exception as error:  # no message of a stranger may end the hub
             log.exception("cannot judge the hello of %r", name)
             return f"the hello cannot be judged: {type(error).__name__}: {str(error)[:MOST_TOLD]}"
-
-    def _is_late(self, hello: _Hello) -> bool:
-        """Return whether a hello is of a process that began before the one that has the name, and is heard."""
-        known = self.peers.get(hello.name)
-        if known is None or known.session == hello.session or hello.begun >= known.begun:
-            return False
-        return self.silent_for(hello.name) < endpoint_base.HEARD_BEATS * endpoint_base.HEARTBEAT_S
 
     def drop(self, name: str) -> None:
         """Forget a peer that is known to be dead, and everything in flight to it; if alive, it will be refused."""
@@ -501,30 +466,3 @@ class Hub(Endpoint):
             door.socket.close(endpoint_base.LINGER_MS)
             if door.keys is not None:
                 unguard(self._context, door.domain)
-
-
-def _read_hello(message: Message, now: float) -> _Hello:
-    """Return what a hello says; its sender's process began `now` if it does not say when.
-
-    Raises:
-        MalformedMessage: it is no hello.
-    """
-    name, role, meta = message.body.get("name"), message.body.get("role"), message.body.get("meta")
-    if not is_name(name) or not is_name(role) or not isinstance(meta, dict) or not is_plain(meta):
-        raise MalformedMessage("a hello without a name, a role or its meta")
-    first, begun = _first(message), message.body.get("begun", now)
-    if not is_finite(begun):
-        raise MalformedMessage(f"a hello of a process that began at {begun!r:.99}")
-    return _Hello(name, role, meta, message.session, first, begun)
-
-
-def _first(message: Message) -> int:
-    """Return the number of the sender's first message that is not acknowledged, in a hello or a heartbeat.
-
-    Raises:
-        MalformedMessage: it is no number of a message.
-    """
-    first = message.body.get("first", 1)
-    if not is_natural(first):
-        raise MalformedMessage(f"a {message.kind} whose first message is {first!r}")
-    return first
