@@ -35,7 +35,8 @@ from running import RESULTS, Sheet, machine, results_folder, terminal, write_res
 from streamrl.cli.main import error_lines
 from streamrl.config.run import RunConfig
 from streamrl.machine.compute_type import decided
-from streamrl.machine.model_files import CHECKSUMS, resolve_model
+from streamrl.machine.known_models import CHECKSUMS
+from streamrl.machine.model_files import resolve_model
 from streamrl.run_dir import layout
 from streamrl.run_dir.metrics import read_metrics
 from streamrl.tasks.source import PromptSource

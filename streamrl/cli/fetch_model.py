@@ -23,7 +23,7 @@ def command(name: str, out: Path | None) -> None:
     Example:
       streamrl fetch-model smollm2-135m
     """
-    from streamrl.machine.model_files import CHECKSUMS
+    from streamrl.machine.known_models import CHECKSUMS
 
     folder = fetch_with_progress(name, out)
     lines = (folder / CHECKSUMS).read_text(encoding="utf-8").splitlines()
@@ -41,7 +41,7 @@ def fetch_with_progress(name: str, out: Path | None) -> Path:
         UserError: the model is unknown, or cannot be fetched or written.
     """
     click.echo(f"{name}: looking for it on this machine")  # at once: the imports take seconds
-    from streamrl.machine.model_files import fetch
+    from streamrl.machine.known_models import fetch
     from streamrl.report.terminal import TextConsole, redraws
 
     console = TextConsole(highlight=False)

@@ -46,7 +46,8 @@ def command(
       streamrl init mine --model Qwen/Qwen2.5-0.5B-Instruct --prompts gsm8k.jsonl --gpus 2
     """
     from streamrl.machine.gpus import gpu_names
-    from streamrl.machine.model_files import KNOWN_MODELS, on_hub, resolve_model
+    from streamrl.machine.known_models import KNOWN_MODELS
+    from streamrl.machine.model_files import on_hub, resolve_model
     from streamrl.scaffold.project_files import ProjectChoices, project_files
 
     if folder.exists() and not folder.is_dir():

@@ -20,8 +20,7 @@ from pathlib import Path
 from streamrl.atomic_files import replacing
 from streamrl.errors import UserError
 from streamrl.machine.cpu import this_cpu
-from streamrl.machine.model_files import cache_directory
-from streamrl.machine.user_folders import is_own
+from streamrl.machine.user_folders import cache_directory, is_own
 from streamrl.scratch_folders import ScratchFolder
 
 log = logging.getLogger(__name__)

@@ -22,7 +22,8 @@ from typing import Any, Literal
 from scheduler.cost.model_shapes import text_part
 from streamrl.atomic_files import replace_json
 from streamrl.machine.cpu import Cpu, this_cpu
-from streamrl.machine.model_files import cache_directory, read_config
+from streamrl.machine.model_files import read_config
+from streamrl.machine.user_folders import cache_directory
 
 
 @dataclass(frozen=True)

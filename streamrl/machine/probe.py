@@ -26,7 +26,8 @@ from streamrl.atomic_files import replace_json
 from streamrl.imports import importing
 from streamrl.machine.cpu import this_cpu
 from streamrl.machine.first_time import announce
-from streamrl.machine.model_files import cache_directory, read_config
+from streamrl.machine.model_files import read_config
+from streamrl.machine.user_folders import cache_directory
 
 ROWS = 128
 """Tokens in a product: enough for the full speed of a GEMM, few enough for a slow type."""

@@ -35,6 +35,17 @@ def user_folder(variable: str, below_home: str) -> Path:
     return _at_home(below_home, "streamrl") or _without_home()
 
 
+def cache_directory() -> Path:
+    """Return the cache folder: $STREAMRL_CACHE, or streamrl/ in the user's cache folder.
+
+    Raises:
+        UserError: this user has no home folder, and none can be used in its place.
+    """
+    if own := os.environ.get("STREAMRL_CACHE"):
+        return Path(own)
+    return user_folder("XDG_CACHE_HOME", ".cache")
+
+
 def settle_caches() -> None:
     """Let libraries keep their caches in this user's folder for temporary files if it has no home folder for them.
 

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from streamrl.errors import UserError
-from streamrl.machine.model_files import KNOWN_MODELS, cache_directory
+from streamrl.machine.known_models import KNOWN_MODELS
+from streamrl.machine.user_folders import cache_directory
 from streamrl.plain_files import read_plain
 from streamrl.report.live_view import latest_checkpoint
 

@@ -26,7 +26,8 @@ from streamrl.errors import ErrorCode, UserError
 from streamrl.imports import importing
 from streamrl.machine.compiled_c import library_name
 from streamrl.machine.first_time import announce
-from streamrl.machine.model_files import cache_directory, transformers_config
+from streamrl.machine.model_files import transformers_config
+from streamrl.machine.user_folders import cache_directory
 from streamrl.training.packing_ways import PackingKind, PackingProof, PackingWay
 
 KERNEL = Path(__file__).with_name("group_attention.c")

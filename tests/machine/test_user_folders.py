@@ -11,8 +11,7 @@ import pytest
 
 from streamrl.environments.installed import environments_folder
 from streamrl.errors import UserError
-from streamrl.machine.model_files import cache_directory
-from streamrl.machine.user_folders import is_own, settle_caches
+from streamrl.machine.user_folders import cache_directory, is_own, settle_caches
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from streamrl.machine.model_files import cache_directory
+from streamrl.machine.user_folders import cache_directory
 from streamrl.report.run_decoder import find_decoder
 from tests.tiny_model import save_tiny_model
 

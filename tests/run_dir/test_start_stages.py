@@ -288,7 +288,7 @@ def test_a_download_into_a_pipe_writes_lines_whatever_is_said_of_colours(
         return tmp_path
 
     monkeypatch.setenv("FORCE_COLOR", "1")
-    monkeypatch.setattr("streamrl.machine.model_files.fetch", fetch)
+    monkeypatch.setattr("streamrl.machine.known_models.fetch", fetch)
     assert fetch_with_progress("tiny", None) == tmp_path
     assert capsys.readouterr().out.splitlines()[1:] == ["tiny: downloading", f"tiny is in {tmp_path}"]
 

@@ -28,8 +28,9 @@ from streamrl.machine.compiled_c import library_name
 from streamrl.machine.cpu import this_cpu
 from streamrl.machine.engine_settings import package_version
 from streamrl.machine.first_time import announce
-from streamrl.machine.model_files import cache_directory, read_config
+from streamrl.machine.model_files import read_config
 from streamrl.machine.probe import METHOD, Shape, cpu_seconds
+from streamrl.machine.user_folders import cache_directory
 
 ROWS = (1, 8, 64)
 """Sequences of a decode step: a last long answer, a small batch, a full one."""
