@@ -29,7 +29,7 @@ from scheduler.capacity.plan_search import plans, plans_within
 from scheduler.cost.generation_cost import Batch
 from scheduler.cost.hardware import Device
 from scheduler.cost.model_shapes import Transformer
-from scheduler.cost.training_cost import TrainingWork
+from scheduler.cost.trainer_work import TrainingWork
 from scheduler.schedule.schedules import KINDS
 
 SHORTER = (*(0.995**k for k in range(24)), *(0.88 * 0.98**k for k in range(108)))

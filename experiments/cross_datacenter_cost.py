@@ -48,7 +48,7 @@ from running import OUT_HELP, ROOT, Sheet, results_folder, save_plot, terminal
 from scheduler.capacity.allocation import DELTA_RATIO
 from scheduler.cost.generation_cost import Batch
 from scheduler.cost.hardware import device
-from scheduler.cost.training_cost import PPO
+from scheduler.cost.trainer_work import PPO
 from streamrl.errors import UserError
 from streamrl.finite_float import FiniteFloat
 from streamrl.planning.planning_inputs import PROMPT_TOKENS, SAMPLES, find_lengths, find_model, load_devices

@@ -13,11 +13,11 @@ from scheduler.capacity import allocation, gpu_memory
 from scheduler.capacity.allocation import Offer, Problem, Route
 from scheduler.capacity.placement_plan import PlacementPlan, colocated
 from scheduler.capacity.plan_search import plans
-from scheduler.cost import decode, generation_cost, training_cost
+from scheduler.cost import decode, generation_cost, training_cost, training_memory
 from scheduler.cost.generation_cost import Batch
 from scheduler.cost.hardware import Device, device
 from scheduler.cost.model_shapes import MODELS
-from scheduler.cost.training_cost import PPO
+from scheduler.cost.trainer_work import PPO
 from streamrl.planning.planning_inputs import PROMPT_TOKENS, SAMPLES, find_lengths
 
 BETWEEN = Route(80e9 / 8)
@@ -70,11 +70,14 @@ SOURCES: dict[ModuleType, dict[str, str]] = {
         "REACHED": "median of ten FSDP steps in MosaicML's llm-foundry benchmarks",
         "ELEMENTWISE_BYTES": "counted: Korthikanti's 34 bytes, each written and read once",
         "BANDWIDTH_SHARE": "FlashMLA on an H800, 3,000 of 3,350 GB/s",
+        "OPTIMIZER_BYTES": "counted: AdamW's reads and writes",
+        "HOST_LINK_GB_S": "80 % (assumption) of PCIe gen 4 x16",
+    },
+    training_memory: {
         "TRAINED_BYTES": "ZeRO (arXiv 1910.02054, section 3.1), fp32 gradients",
         "FROZEN_BYTES": "bf16",
         "GATHER_BYTES": "training/learner.py: bf16 gathers",
         "REDUCE_BYTES": "training/learner.py: fp32 reduction",
-        "OPTIMIZER_BYTES": "counted: AdamW's reads and writes",
         "NORM_BYTES": "counted in the trainer's graph (experiments/training_graph.py)",
         "QUERY_BYTES": "the same",
         "KEY_BYTES": "the same",
@@ -86,7 +89,6 @@ SOURCES: dict[ModuleType, dict[str, str]] = {
         "HEAD_GRADIENT_BYTES": "the same: fp32 sums over slabs",
         "MICRO_BATCH_TOKENS": "assumption",
         "USABLE_MEMORY": "assumption: CUDA context, NCCL, fragmentation",
-        "HOST_LINK_GB_S": "80 % (assumption) of PCIe gen 4 x16",
         "WHOLE_GRADIENT_SHARE": "a choice: up to this share of a device's memory, gradients are reduced once per step",
         "COMPILED_NORM_BYTES": "counted: what compiled norms and MLPs save (not planned here)",
         "COMPILED_MLP_BYTES": "the same",

@@ -26,7 +26,7 @@ from scheduler.capacity.steady_step import steady_step
 from scheduler.cost.decode import PAPER_7B_H800, roofline
 from scheduler.cost.hardware import device
 from scheduler.cost.model_shapes import MODELS
-from scheduler.cost.training_cost import PPO
+from scheduler.cost.trainer_work import PPO
 from streamrl.planning.planning_inputs import PROMPT_TOKENS, SAMPLES
 
 OUT = Path(__file__).parent / "results"

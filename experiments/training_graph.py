@@ -8,7 +8,7 @@ tokens needs no memory. What code chooses by the kind of device is chosen as on 
 for the graph that a GPU is given; what its caching allocator and libraries add does not appear, and speed does not
 either.
 
-The memory is compared with the formula by which `plan` and the check before a run judge (`cost.training_cost`).
+The memory is compared with the formula by which `plan` and the check before a run judge (`cost.training_memory`).
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from scheduler.cost.model_shapes import Transformer
-from scheduler.cost.training_cost import TrainerLayout, TrainingWork, memory_per_gpu
+from scheduler.cost.trainer_work import TrainingWork
+from scheduler.cost.training_memory import TrainerLayout, memory_per_gpu
 from streamrl.config.optimizer import Recomputation
 from streamrl.config.run import RunConfig
 from streamrl.training import attention, merged_attention, token_logprobs

@@ -19,7 +19,7 @@ from scheduler.capacity.plan_search import plans
 from scheduler.cost.generation_cost import Batch
 from scheduler.cost.hardware import device
 from scheduler.cost.model_shapes import MODELS
-from scheduler.cost.training_cost import GRPO, PPO
+from scheduler.cost.trainer_work import GRPO, PPO
 
 sys.path.append(str(Path(__file__).parents[1] / "experiments"))
 from break_even import (

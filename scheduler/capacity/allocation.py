@@ -41,7 +41,8 @@ from scheduler.cost.generation_cost import (
 )
 from scheduler.cost.hardware import Device
 from scheduler.cost.model_shapes import Transformer
-from scheduler.cost.training_cost import TrainerTime, TrainingWork, trainer_times
+from scheduler.cost.trainer_work import TrainingWork
+from scheduler.cost.training_cost import TrainerTime, trainer_times
 from scheduler.schedule.schedules import KINDS
 
 PlanObjective = Literal["throughput", "cost"]

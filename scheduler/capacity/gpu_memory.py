@@ -17,7 +17,8 @@ from typing import Any, Literal
 
 from scheduler.cost.generation_cost import ENGINE_BYTES
 from scheduler.cost.model_shapes import Transformer, undivided_heads
-from scheduler.cost.training_cost import USABLE_MEMORY, TrainerLayout, TrainingWork, memory_per_gpu, reduces_once
+from scheduler.cost.trainer_work import TrainingWork
+from scheduler.cost.training_memory import USABLE_MEMORY, TrainerLayout, memory_per_gpu, reduces_once
 
 GIB = 2**30
 CONTEXT_BYTES = 1.0 * GIB

@@ -8,7 +8,7 @@ from scheduler.capacity.allocation import Allocator, Problem
 from scheduler.capacity.plan_refinement import ROUNDING
 from scheduler.cost.generation_cost import GPU_MEMORY_FRACTION, free_bytes, replica_degrees, slots_of
 from scheduler.cost.hardware import machines_of
-from scheduler.cost.training_cost import (
+from scheduler.cost.training_memory import (
     layout_on,
     memory_per_gpu,
     sequence_parallel_degrees,

@@ -247,7 +247,7 @@ def gather(
     from scheduler.capacity.allocation import DELTA_RATIO, Problem
     from scheduler.cost.generation_cost import Batch
     from scheduler.cost.speculative_decoding import Speculation
-    from scheduler.cost.training_cost import GRPO, PPO
+    from scheduler.cost.trainer_work import GRPO, PPO
     from streamrl.config.speculation import SpeculationConfig
 
     devices = load_devices(hardware)

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from scheduler.cost.training_cost import reduces_once
+from scheduler.cost.training_memory import reduces_once
 from streamrl.config.optimizer import OptimizerConfig
 from streamrl.config.run import RunConfig
 from streamrl.machine.own_share import total_memory

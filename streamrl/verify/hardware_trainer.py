@@ -14,7 +14,8 @@ import torch.distributed as dist
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from scheduler.cost.model_shapes import Transformer
-from scheduler.cost.training_cost import USABLE_MEMORY, TrainerLayout, TrainingWork, memory_per_gpu
+from scheduler.cost.trainer_work import TrainingWork
+from scheduler.cost.training_memory import USABLE_MEMORY, TrainerLayout, memory_per_gpu
 from streamrl.config.optimizer import Recomputation
 from streamrl.config.run import RunConfig
 from streamrl.rollouts.micro_batch import TrainGroup, TrainSequence

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from scheduler.cost.training_cost import TrainingWork
+from scheduler.cost.trainer_work import TrainingWork
 from streamrl.config.run import RunConfig
 from streamrl.runtime.training_work import work_of
 

@@ -31,7 +31,8 @@ from scheduler.cost.generation_cost import Batch, replica_kind, requests_of_shar
 from scheduler.cost.hardware import device, tensor_parallel_degrees
 from scheduler.cost.model_shapes import MODELS, Transformer
 from scheduler.cost.speculative_decoding import Speculation, best_drafts
-from scheduler.cost.training_cost import GRPO, PPO, TrainerTime
+from scheduler.cost.trainer_work import GRPO, PPO
+from scheduler.cost.training_cost import TrainerTime
 from scheduler.dispatch.baselines import RoundRobin
 from scheduler.simulation.generation_simulator import SimulatedInstance, SimulatedRequest, simulate
 

@@ -18,7 +18,8 @@ from scheduler.capacity.gpu_memory import (
 )
 from scheduler.cost.generation_cost import ENGINE_BYTES
 from scheduler.cost.model_shapes import Transformer
-from scheduler.cost.training_cost import TrainerLayout, TrainingWork, memory_per_gpu
+from scheduler.cost.trainer_work import TrainingWork
+from scheduler.cost.training_memory import TrainerLayout, memory_per_gpu
 
 MODEL = Transformer("1.5B", 28, 1536, 12, 2, 128, 8960, 151_936, True, "test")
 SHAPE = MemoryShape(MODEL, TrainingWork(recompute=False), 2048, 2048, 1, 1, 1, 0.85, True, 80 * GIB, 80 * GIB)

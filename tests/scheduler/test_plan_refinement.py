@@ -15,7 +15,7 @@ from scheduler.capacity.plan_search import plans
 from scheduler.cost.generation_cost import Batch
 from scheduler.cost.hardware import device
 from scheduler.cost.model_shapes import MODELS
-from scheduler.cost.training_cost import GRPO
+from scheduler.cost.trainer_work import GRPO
 
 RNG = np.random.default_rng(0)
 LENGTHS = np.concatenate([RNG.lognormal(7.7, 0.45, 3520), RNG.uniform(4_000, 20_000, 480)])

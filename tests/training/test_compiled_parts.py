@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, GptOssConfig, PretrainedConfig, Qwen2Config
 
-from scheduler.cost import training_cost
+from scheduler.cost import training_memory
 from streamrl.config.run import RunConfig
 from streamrl.errors import RunFailed
 from streamrl.training.attention import OWN_ROWS, SHARED_PREFIX
@@ -85,9 +85,9 @@ def test_norm_and_mlp_keep_what_the_cost_model_counts(compiled: bool, monkeypatc
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda one: one):
         layer.mlp(layer.post_attention_layernorm(states)).sum().backward()
     found = sum(size for place, size in kept.items() if place not in weights) / tokens
-    of_norms, of_mlp = training_cost.NORM_BYTES, training_cost.MLP_BYTES
+    of_norms, of_mlp = training_memory.NORM_BYTES, training_memory.MLP_BYTES
     if compiled:
-        of_norms, of_mlp = training_cost.COMPILED_NORM_BYTES, training_cost.COMPILED_MLP_BYTES
+        of_norms, of_mlp = training_memory.COMPILED_NORM_BYTES, training_memory.COMPILED_MLP_BYTES
     scale = 4  # the norm's, one number in fp32
     assert found == of_norms / 2 * hidden + of_mlp * inner + scale
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from scheduler.cost.training_cost import REDUCE_BYTES, WHOLE_GRADIENT_SHARE
+from scheduler.cost.training_memory import REDUCE_BYTES, WHOLE_GRADIENT_SHARE
 from streamrl.training import learner
 from streamrl.training.learner import Division
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from experiments.training_graph import RECOMPUTATIONS, GraphCount, count
-from scheduler.cost.training_cost import LOGITS_AT_ONCE
+from scheduler.cost.training_memory import LOGITS_AT_ONCE
 from streamrl.training.token_logprobs import SLAB_BYTES
 from streamrl.verify.hardware_stages import CPU
 
