@@ -17,8 +17,8 @@ import numpy as np
 
 from streamrl.agents.episode import POLICY
 from streamrl.agents.rendering import ChatMessage, ChatRenderer
-from streamrl.agents.session import Call, CallError, Turn
 from streamrl.agents.tool_calls import THOUGHT_END
+from streamrl.agents.turns import Call, CallError, Turn
 from streamrl.rollouts.plain_text import plain_text
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}

@@ -31,7 +31,8 @@ from streamrl.agents.chat_calls import check_model, check_variables, generate_an
 from streamrl.agents.dialects import DIALECTS, CallBody, Dialect, dialect_of
 from streamrl.agents.episode import POLICY, EpisodeOrder, GenerateTurn
 from streamrl.agents.rendering import ChatRenderer
-from streamrl.agents.session import Call, CallError, Session, SessionLimits, TooManyRun, Turn
+from streamrl.agents.session import Session, SessionLimits, TooManyRun
+from streamrl.agents.turns import Call, CallError, Turn
 from streamrl.rollouts.plain_text import plain_text
 from streamrl.rollouts.trajectory import EpisodeStep
 from streamrl.tasks.void_reward import one_line

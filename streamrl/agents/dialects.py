@@ -17,7 +17,7 @@ from streamrl.agents.messages_calls import (
 )
 from streamrl.agents.rendering import ChatRenderer
 from streamrl.agents.responses_calls import read_responses, responses_answer, responses_begin, responses_events
-from streamrl.agents.session import Call, CallError, Turn
+from streamrl.agents.turns import Call, CallError, Turn
 
 CallBody = dict[str, Any]
 """A call as the client has written it."""

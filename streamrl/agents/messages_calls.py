@@ -13,7 +13,7 @@ from typing import Any
 
 from streamrl.agents.chat_calls import bad, call_of, error_type, head_id, list_of, object_of, text_of_parts
 from streamrl.agents.episode import POLICY
-from streamrl.agents.session import Call, CallError, Turn
+from streamrl.agents.turns import Call, CallError, Turn
 
 USED = {"model", "messages", "system", "tools", "tool_choice", "stream", "max_tokens", "metadata", "service_tier"}
 REFUSED = {

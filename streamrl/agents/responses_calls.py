@@ -12,7 +12,7 @@ from typing import Any
 
 from streamrl.agents.chat_calls import bad, call_of, head_id, list_of, object_of, text_of_parts
 from streamrl.agents.episode import POLICY
-from streamrl.agents.session import Call, Turn
+from streamrl.agents.turns import Call, Turn
 
 USED = {"model", "input", "instructions", "tools", "tool_choice", "stream", "previous_response_id", "text"}
 SAYS_NOTHING = {"include", "truncation", "max_tool_calls", "stream_options", "prompt_cache_retention"}

@@ -26,32 +26,18 @@ import secrets
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
 
 import numpy as np
 
 from streamrl.agents.episode import EpisodeOrder, GeneratedTurn, TrajectoryRow, TurnOrder
 from streamrl.agents.message_digests import digest_of_split, digest_with, digests, distance, has_reasoning, meaning
+from streamrl.agents.refused_calls import NO_ROOM, NO_TURNS, RefusedCalls
 from streamrl.agents.rendering import ChatMessage, ChatRenderer, HistoryRewritten, Rendered, TemplateError
 from streamrl.agents.tool_calls import THOUGHT_END, ParsedAnswer
+from streamrl.agents.turns import Call, CallError, Turn
 from streamrl.rollouts.seeds import derive_seed
 from streamrl.rollouts.trajectory import NOT_SAMPLED
 from streamrl.rollouts.types import IntArray
-
-NO_ROOM, NO_TURNS = "context_length_exceeded", "max_turns_exceeded"
-"""Codes of the refusals that end a conversation by rule."""
-MOST_REFUSALS = 64
-"""Refusals that a session remembers."""
-LEAST_SHARED = 32
-"""Characters with which two messages have to begin alike if one of them is to be the other, shortened."""
-
-
-class CallError(Exception):
-    """A call that gets an error as its answer."""
-
-    def __init__(self, status: int, code: str, text: str) -> None:
-        super().__init__(text)
-        self.status, self.code = status, code
 
 
 class TooManyRun(Exception):
@@ -72,116 +58,6 @@ class SessionLimits:
     """Number of tokens that the model knows; None: not known."""
 
 
-@dataclass(frozen=True)
-class Call:
-    """A call of the model, as checked by the endpoint."""
-
-    messages: list[ChatMessage]
-    tools: list[dict[str, Any]]
-    body: bytes
-    """What makes two calls the same: a digest of everything that counts in them."""
-    prompt_tokens: IntArray | None = None
-    """Tokens in place of messages, shape [P] (`/inference/v1/generate`)."""
-    idempotency_key: str | None = None
-    attempt: int = 0
-    """How many times the client says that it has tried the call before."""
-    ignored: tuple[str, ...] = ()
-    """Parameters of the client that the run decides."""
-    unread: tuple[str, ...] = ()
-    """Fields of the assistant's messages that the model is not shown."""
-    reads_calls: bool = True
-    """Whether calls of tools are looked for in the answer."""
-    instructions: int = 0
-    """Messages at its beginning that later calls do not go on from."""
-
-
-@dataclass(eq=False)
-class Turn:
-    """One call of the model and its answer."""
-
-    number: int
-    """Position among the session's turns, from 0."""
-    order: TurnOrder
-    call: Call
-    parent: Turn | None
-    """The turn that it extends; None: it begins a row."""
-    rendered: Rendered | None
-    """Its prompt as text with stand-ins; None: the call gave tokens."""
-    history: list[ChatMessage]
-    """Messages of its prompt, with stand-ins for sampled answers."""
-    started: float
-    """Unix seconds."""
-    note: str = ""
-    """Why it begins a row although its messages continue an earlier turn; empty: nothing to say."""
-    generated: GeneratedTurn | None = None
-    answer: ChatMessage = field(default_factory=dict)
-    """The assistant's message that the agent gets; empty while the turn runs."""
-    parsed: ParsedAnswer | None = None
-    finished: float | None = None
-    """Unix seconds; None: it runs."""
-    keys: set[str] = field(default_factory=set)
-    """Idempotency keys of the calls that asked for it."""
-    attempts: list[int] = field(default_factory=list)
-    """Number of the latest attempt of each call without a key that asked for it."""
-    clients: int = 0
-    """Clients that wait for its answer at this moment."""
-    delivered: bool = False
-    """Whether a client got its answer."""
-    known: float | None = None
-    """Unix seconds from which an agent may know its answer: some of it was sent, or a call goes on from it; None: no
-    agent does."""
-
-    @property
-    def counts(self) -> bool:
-        """Whether it is part of the episode: it is finished, and an agent may know its answer."""
-        return self.generated is not None and self.known is not None
-
-    def become_known(self, now: float) -> None:
-        """Note that an agent may know its answer from now on."""
-        self.known = now if self.known is None else self.known
-
-    def deliver(self, now: float) -> None:
-        """Note that a client gets all of its answer."""
-        self.become_known(now)
-        self.delivered = True
-
-    @property
-    def tokens(self) -> IntArray:
-        """Return prompt and output, shape [T]; the turn must be finished."""
-        assert self.generated is not None
-        return np.concatenate([self.order.prompt_tokens, self.generated.tokens])
-
-
-@dataclass(frozen=True, eq=False)
-class _Refusal:
-    """A call that was refused because context or turns are used up."""
-
-    code: str
-    call: Call
-    parent: Turn | None
-    """The turn that it would have extended; None: it would have begun a row, or that is not known."""
-    at: float
-    """Unix seconds."""
-    goes_on: bool = False
-    """Whether a turn with its first message preceded it: others may begin with that message, too."""
-
-    def taken_back_by(self, turn: Turn) -> bool:
-        """Whether a turn that began later is of the same conversation, so that its agent has got over the refusal.
-
-        It is if one of the two extends what the other does, or else if they have the same system messages and share a
-        message of the user or of a tool, which may be shortened. Sub-agents may begin alike, in any order of their
-        calls: the first message counts only if the refused call was the first with it.
-        """
-        if self.parent is not None and turn.parent is not None:
-            return turn.parent in _path(self.parent) or self.parent in _path(turn.parent)
-        if not self.call.messages or not turn.call.messages:  # tokens
-            return self.call.messages == turn.call.messages
-        if _systems(self.call.messages) != _systems(turn.call.messages):
-            return False
-        ours, theirs = _told(self.call.messages)[int(self.goes_on) :], _told(turn.call.messages)
-        return any(role == other and _shared(text, more) for role, text in ours for other, more in theirs)
-
-
 class Session:
     """The turns of one episode."""
 
@@ -189,8 +65,8 @@ class Session:
         self.order, self.renderer, self.limits = order, renderer, limits
         self.turns: list[Turn] = []
         """All turns that did not fail, in the order of their calls."""
-        self._refusals: list[_Refusal] = []
-        """Calls that were refused because context or turns are used up, and that no later turn has taken back."""
+        self._refused = RefusedCalls()
+        """Its conversations that context or turns ended."""
         self._attempt = secrets.token_hex(4)
         self._numbers = 0
         self._answered: defaultdict[bytes, list[Turn]] = defaultdict(list)
@@ -203,13 +79,12 @@ class Session:
     @property
     def cut(self) -> bool:
         """Whether a token limit cut an answer that counts, or left no room for one, with which a conversation ended."""
-        refused = any(refusal.code == NO_ROOM for refusal in self._refusals)
-        return refused or any(turn.counts and _reason(turn) == "length" for turn in self.turns)
+        return self._refused.no_room or any(turn.counts and _reason(turn) == "length" for turn in self.turns)
 
     @property
     def over(self) -> bool:
         """Whether context or turns were used up in a conversation that did not go on since, whatever others do."""
-        return bool(self._refusals)
+        return bool(self._refused)
 
     def call(self, call: Call, now: float) -> tuple[Turn, bool]:
         """Find the turn of a call, or begin it.
@@ -231,7 +106,7 @@ class Session:
             self._take(call, known)
             return known, False
         if len(self.turns) >= self.limits.max_turns:
-            self._refuse(NO_TURNS, call, None, now)
+            self._refused.add(NO_TURNS, call, None, now, self.turns)
             raise CallError(400, NO_TURNS, f"this episode has made its {self.limits.max_turns} turns (max_turns)")
         if sum(turn.generated is None for turn in self.turns) >= self.limits.max_in_flight:
             raise TooManyRun
@@ -241,7 +116,7 @@ class Session:
             text = "the chat template makes no token of the messages: expected messages that it writes"
             raise CallError(400, "invalid_messages", text)
         if length >= self.limits.max_context:
-            self._refuse(NO_ROOM, call, turn.parent, now)
+            self._refused.add(NO_ROOM, call, turn.parent, now, self.turns)
             raise CallError(
                 400,
                 NO_ROOM,
@@ -255,7 +130,7 @@ class Session:
         self.turns.append(turn)
         if turn.parent is not None:
             turn.parent.become_known(now)
-        self._refusals = [refusal for refusal in self._refusals if not refusal.taken_back_by(turn)]
+        self._refused.begins(turn)
         self._take(call, turn)
         self._numbers += 1
         return turn, True
@@ -309,7 +184,7 @@ class Session:
         late = [turn for turn in self.turns if turn.known is not None and turn.known > at]
         for turn in late:
             turn.known = None
-        self._refusals = [refusal for refusal in self._refusals if refusal.at <= at]
+        self._refused.end(at)
         return late
 
     def rows(self) -> list[TrajectoryRow]:
@@ -339,12 +214,6 @@ class Session:
             if turn.counts:
                 return [*turn.call.messages, turn.answer]
         return []
-
-    def _refuse(self, code: str, call: Call, parent: Turn | None, now: float) -> None:
-        others = [one for one in self._refusals if one.call.body != call.body]
-        first = _told(call.messages)[:1]
-        goes_on = any(_told(turn.call.messages)[:1] == first for turn in self.turns)
-        self._refusals = [*others, _Refusal(code, call, parent, now, goes_on)][-MOST_REFUSALS:]
 
     def _restored(self, call: Call) -> Call:
         """Put answers back whose reasoning a library has split off or joined anew: they become what was sampled.
@@ -486,33 +355,9 @@ class _Row:
         return TrajectoryRow(tokens, np.concatenate(self.logprobs).astype(np.float32), versions, first)
 
 
-def _path(turn: Turn | None) -> list[Turn]:
-    """Return a turn and those that it goes on from."""
-    found = []
-    while turn is not None:
-        found.append(turn)
-        turn = turn.parent
-    return found
-
-
 def _preference(turn: Turn) -> tuple[bool, int]:
     """Return a key by which turns with the same answer are sorted: a call goes on from one that its agent knows."""
     return not turn.counts, turn.number
-
-
-def _told(messages: list[ChatMessage]) -> list[tuple[str, str]]:
-    """Return role and text of what others than the model have said in a conversation."""
-    return [(one["role"], one["content"]) for one in messages if one["role"] in ("user", "tool") and one["content"]]
-
-
-def _systems(messages: list[ChatMessage]) -> list[str]:
-    return [one["content"] for one in messages if one["role"] == "system"]
-
-
-def _shared(one: str, other: str) -> bool:
-    """Whether two texts are the same message, of which one may be shortened."""
-    short, long = sorted((one, other), key=len)
-    return short == long or (len(short) >= LEAST_SHARED and long.startswith(short))
 
 
 def _reason(turn: Turn) -> str:

@@ -18,7 +18,8 @@ from transformers import PreTrainedTokenizerFast
 
 from streamrl.agents.episode import EpisodeOrder, GeneratedTurn, TrajectoryRow, TurnOrder
 from streamrl.agents.rendering import ChatRenderer
-from streamrl.agents.session import Call, CallError, Session, SessionLimits, Turn
+from streamrl.agents.session import Session, SessionLimits
+from streamrl.agents.turns import Call, CallError, Turn
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"

@@ -15,7 +15,8 @@ import pytest
 
 from streamrl.agents.episode import EpisodeOrder, GeneratedTurn
 from streamrl.agents.rendering import PROBE_TOOL, ChatRenderer
-from streamrl.agents.session import Call, Session, SessionLimits, Turn
+from streamrl.agents.session import Session, SessionLimits
+from streamrl.agents.turns import Call, Turn
 from streamrl.tasks.chat_template import DAY
 from tests.agents.random_sessions import small_tokenizer
 

@@ -20,14 +20,16 @@ from streamrl.agents.agent_host import AgentHost
 from streamrl.agents.chat_endpoint import ABORTED, LATE
 from streamrl.agents.episode import Episode, EpisodeOrder, EpisodeOutcome, GeneratedTurn, TurnOrder
 from streamrl.agents.live_episode import LEFT
-from streamrl.agents.session import CallError, SessionLimits
+from streamrl.agents.session import SessionLimits
+from streamrl.agents.turns import CallError
 from streamrl.agents.workers import EpisodeWorkers
 from streamrl.config.run import RunConfig
 from tests.agents.agents_module import enter_folder_with
 from tests.agents.test_agent_host import ORDER, TOKENIZER, USER, Model, call, hosting, never
+from tests.agents.test_refused_calls import FULL
 from tests.agents.test_session import MORE, answered, lose, session
 from tests.agents.test_session import call as asked
-from tests.agents.test_turns_that_count import FULL, trained
+from tests.agents.test_turns_that_count import trained
 from tests.agents.test_workers import agent, order, play, started
 from tests.waiting import scaled, until
 

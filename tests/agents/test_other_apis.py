@@ -20,7 +20,8 @@ from streamrl.agents.client import is_over
 from streamrl.agents.dialects import DIALECTS, Dialect
 from streamrl.agents.episode import Episode
 from streamrl.agents.rendering import ChatRenderer
-from streamrl.agents.session import CallError, Session
+from streamrl.agents.session import Session
+from streamrl.agents.turns import CallError
 from streamrl.rollouts.void import Void, VoidCause
 from tests.agents.random_sessions import small_tokenizer
 from tests.agents.test_agent_host import CALL_TEXT, TOKENIZER, USER, Model, call, over_http, play

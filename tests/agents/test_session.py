@@ -11,7 +11,8 @@ import pytest
 
 from streamrl.agents.episode import EpisodeOrder, GeneratedTurn
 from streamrl.agents.rendering import ChatRenderer
-from streamrl.agents.session import Call, CallError, Session, SessionLimits, TooManyRun, Turn
+from streamrl.agents.session import Session, SessionLimits, TooManyRun
+from streamrl.agents.turns import Call, CallError, Turn
 from tests.agents.random_sessions import TOOL, body_of, small_tokenizer
 
 USER = {"role": "user", "content": "What is 7 + 5?"}

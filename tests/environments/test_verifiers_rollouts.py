@@ -10,7 +10,7 @@ import pytest
 from streamrl.agents.chat_calls import error_answer
 from streamrl.agents.client import OVER
 from streamrl.agents.messages_calls import messages_error
-from streamrl.agents.session import CallError
+from streamrl.agents.turns import CallError
 from streamrl.environments.in_venv import verifiers_rollouts
 from streamrl.environments.in_venv.verifiers_rollouts import _end_by_rule, _place
 
