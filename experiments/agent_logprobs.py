@@ -24,7 +24,7 @@ from running import HERE, ROOT, Job, Sheet, machine, results_folder, run_job, te
 
 from streamrl.cli.main import error_lines
 from streamrl.machine.model_files import resolve_model
-from streamrl.rollouts.micro_batch import TrainGroup, TrainSequence
+from streamrl.rollouts.train_groups import TrainGroup, TrainSequence
 from streamrl.run_dir import layout
 from streamrl.training.packing import pack
 from streamrl.training.policy_model import load_policy

@@ -27,7 +27,7 @@ from running import RESULTS, Sheet, machine, read_record, results_folder, termin
 
 from streamrl.cli.main import error_lines
 from streamrl.machine.model_files import resolve_model
-from streamrl.rollouts.micro_batch import TrainGroup, TrainSequence
+from streamrl.rollouts.train_groups import TrainGroup, TrainSequence
 from streamrl.rollouts.types import IntArray
 from streamrl.training.attention import SHARED_PREFIX
 from streamrl.training.packing import PackedBatch, pack

@@ -38,7 +38,8 @@ from streamrl.config.run import RunConfig
 from streamrl.machine.compute_type import decided
 from streamrl.machine.cpu import this_cpu
 from streamrl.machine.model_files import resolve_model
-from streamrl.rollouts.micro_batch import TrainGroup, TrainSequence, split_into_micro_batches
+from streamrl.rollouts.micro_batch import split_into_micro_batches
+from streamrl.rollouts.train_groups import TrainGroup, TrainSequence
 from streamrl.training.packing import pack
 from streamrl.training.trainer import Trainer
 

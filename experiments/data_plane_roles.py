@@ -21,7 +21,8 @@ from streamrl.protocol.controller_site import SampleBatch
 from streamrl.protocol.message import body_of, parse
 from streamrl.protocol.samples import sample_to_wire
 from streamrl.rollouts.ledger import Ledger
-from streamrl.rollouts.micro_batch import TrainGroup, from_wire, train_groups
+from streamrl.rollouts.micro_batch_wire import from_wire
+from streamrl.rollouts.train_groups import TrainGroup, train_groups
 from streamrl.rollouts.types import Group, Sample, Scored
 from streamrl.transport.deadlines import WaitRegistry
 from streamrl.transport.endpoint import Delivery, Hub, Link

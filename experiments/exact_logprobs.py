@@ -29,7 +29,7 @@ from streamrl.config.cluster import GenerationPool
 from streamrl.config.run import RunConfig
 from streamrl.generation.instance.engine import Engine
 from streamrl.machine.model_files import resolve_model
-from streamrl.rollouts.micro_batch import TrainGroup, TrainSequence
+from streamrl.rollouts.train_groups import TrainGroup, TrainSequence
 from streamrl.rollouts.types import Sample, SampleRequest
 from streamrl.training.packing import pack
 from streamrl.training.policy_model import load_policy

@@ -408,7 +408,7 @@ def grpo(tiny: bool, model: Path) -> Iterator[dict[str, Any]]:
     import torch.distributed as dist
     from transformers import AutoModelForCausalLM
 
-    from streamrl.rollouts.micro_batch import TrainGroup, TrainSequence
+    from streamrl.rollouts.train_groups import TrainGroup, TrainSequence
     from streamrl.verify.hardware_stages import device_here
     from streamrl.verify.hardware_trainer import trainer_of
 

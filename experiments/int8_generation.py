@@ -41,7 +41,7 @@ from streamrl.generation.instance.eight_bits import WORTH, choose_here, with_com
 from streamrl.generation.instance.engine import Engine
 from streamrl.generation.instance.step_trials import ONE_TOKEN, TimingTrial
 from streamrl.machine.model_files import resolve_model
-from streamrl.rollouts.micro_batch import TrainGroup, TrainSequence
+from streamrl.rollouts.train_groups import TrainGroup, TrainSequence
 from streamrl.rollouts.types import Sample, SampleRequest
 from streamrl.training.packing import pack
 from streamrl.training.policy_model import load_policy

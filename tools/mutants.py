@@ -43,6 +43,13 @@ FLEET_TESTS = (
     "tests/scheduler/test_least_loaded.py",
     "tests/scheduler/test_turn_placement.py",
 )
+BATCH_TESTS = (
+    "tests/rollouts/test_train_groups.py",
+    "tests/rollouts/test_micro_batch.py",
+    "tests/rollouts/test_micro_batch_wire.py",
+    "tests/rollouts/test_advantage.py",
+    "tests/rollouts/test_row_parts.py",
+)
 PLAN_TESTS = (
     "tests/scheduler/test_partition_candidates.py",
     "tests/scheduler/test_partition.py",
@@ -67,11 +74,9 @@ TESTS: dict[str, tuple[str, ...]] = {
     "streamrl/training/packing.py": ("tests/training/test_packing_layout.py",),
     "streamrl/rollouts/advantage.py": ("tests/rollouts/test_advantage.py", "tests/rollouts/test_rollouts.py"),
     "streamrl/rollouts/rank_shares.py": ("tests/rollouts/test_rank_shares.py",),
-    "streamrl/rollouts/micro_batch.py": (
-        "tests/rollouts/test_micro_batch.py",
-        "tests/rollouts/test_advantage.py",
-        "tests/rollouts/test_row_parts.py",
-    ),
+    "streamrl/rollouts/train_groups.py": BATCH_TESTS,
+    "streamrl/rollouts/micro_batch.py": BATCH_TESTS,
+    "streamrl/rollouts/micro_batch_wire.py": BATCH_TESTS,
     "streamrl/rollouts/ledger.py": ("tests/rollouts/test_ledger.py", "tests/rollouts/test_ledger_machine.py"),
     "streamrl/transport/delivery.py": ("tests/transport/test_delivery.py", "tests/transport/test_delivery_machine.py"),
     "streamrl/weights/membership.py": ("tests/weights/test_membership.py",),

@@ -18,9 +18,9 @@ from dataclasses import dataclass, field
 
 from streamrl.controller.group_pool import GroupPool
 from streamrl.controller.step_batch import StepBatch
-from streamrl.rollouts.micro_batch import TrainGroup, TrainSequence
 from streamrl.rollouts.rank_shares import deal
 from streamrl.rollouts.row_parts import group_rows
+from streamrl.rollouts.train_groups import TrainGroup, TrainSequence
 from streamrl.rollouts.types import FloatArray, Group
 
 

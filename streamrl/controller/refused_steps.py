@@ -19,7 +19,7 @@ from streamrl.controller.step_batch import StepBatch
 from streamrl.errors import ErrorCode, RunFailed
 from streamrl.protocol.controller_trainer import Refusal
 from streamrl.rollouts.kept_micro_batches import KeptMicroBatches, KeptStep
-from streamrl.rollouts.micro_batch import TrainGroup
+from streamrl.rollouts.train_groups import TrainGroup
 
 log = logging.getLogger(__name__)
 

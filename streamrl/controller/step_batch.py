@@ -11,10 +11,11 @@ from streamrl.config.algorithm import PPOConfig
 from streamrl.config.run import RunConfig
 from streamrl.controller.value_estimation import ValueEstimation
 from streamrl.rollouts.advantage import batch_advantages, group_advantages, is_flat, shaped_reward
-from streamrl.rollouts.micro_batch import TrainGroup, loss_normalizer, train_groups
+from streamrl.rollouts.micro_batch import loss_normalizer
 from streamrl.rollouts.rank_shares import deal
 from streamrl.rollouts.row_parts import sample_of_row
 from streamrl.rollouts.seeds import derive_seed
+from streamrl.rollouts.train_groups import TrainGroup, train_groups
 from streamrl.rollouts.types import FloatArray, Group, Scored
 
 

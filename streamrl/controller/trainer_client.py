@@ -14,7 +14,8 @@ from typing import Any
 from streamrl.errors import RestartNeeded
 from streamrl.protocol.controller_trainer import Estimate, Examine, MicroBatch, Prepare, Train
 from streamrl.protocol.message import TypedMessage, wire
-from streamrl.rollouts.micro_batch import TrainGroup, to_wire
+from streamrl.rollouts.micro_batch_wire import to_wire
+from streamrl.rollouts.train_groups import TrainGroup
 from streamrl.runtime.process_plan import rank_name
 from streamrl.transport.deadlines import WaitRegistry, never
 from streamrl.transport.endpoint import Delivery, Hub

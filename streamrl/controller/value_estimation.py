@@ -14,8 +14,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from streamrl.rollouts.advantage import whitened
-from streamrl.rollouts.micro_batch import TrainGroup
 from streamrl.rollouts.rank_shares import deal
+from streamrl.rollouts.train_groups import TrainGroup
 from streamrl.rollouts.types import FloatArray
 
 

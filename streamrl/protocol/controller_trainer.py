@@ -22,7 +22,7 @@ from streamrl.protocol.message import TypedMessage
 
 
 class MicroBatch(TypedMessage, frozen=True, tag="micro_batch"):
-    """Groups as made by `rollouts.micro_batch.to_wire`; the base of `Prepare`, `Estimate`, `Train` and `Examine`.
+    """Groups as made by `rollouts.micro_batch_wire.to_wire`; the base of `Prepare`, `Estimate`, `Train` and `Examine`.
 
     Arrays: prompts int32, completions int32, logprobs float32, reference_logprobs float32 (of tokens with a loss),
     estimates float32 [tokens with a loss, 3] (advantage, return, value), masks uint8 (1: the token has a loss),

@@ -14,8 +14,8 @@ import pyarrow.parquet as pq
 
 from streamrl.atomic_files import remove_left, replacing
 from streamrl.errors import UserError
-from streamrl.rollouts.micro_batch import TrainGroup, TrainSequence
 from streamrl.rollouts.parquet_files import read_columns, step_file, step_files, step_of
+from streamrl.rollouts.train_groups import TrainGroup, TrainSequence
 from streamrl.rollouts.types import ByteArray, rows_from
 
 SCHEMA = pa.schema(

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from streamrl.rollouts.micro_batch import TrainGroup, split_into_micro_batches, units_of
+from streamrl.rollouts.micro_batch import split_into_micro_batches, units_of
+from streamrl.rollouts.train_groups import TrainGroup
 
 
 def cost(groups: list[TrainGroup], square_cost: float) -> float:

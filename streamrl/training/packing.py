@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from streamrl.rollouts.micro_batch import TrainGroup, TrainSequence, has_experts
+from streamrl.rollouts.train_groups import TrainGroup, TrainSequence, has_experts
 from streamrl.rollouts.types import BoolArray, ByteArray
 
 ROW_MULTIPLE = 16

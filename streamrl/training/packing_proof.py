@@ -25,7 +25,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from streamrl.errors import RunFailed
-from streamrl.rollouts.micro_batch import TrainGroup, TrainSequence
+from streamrl.rollouts.train_groups import TrainGroup, TrainSequence
 from streamrl.training.attention import OWN_ROWS, SHARED_PREFIX, SHARED_PREFIX_LONG
 from streamrl.training.decoder_layers import decoder_layers
 from streamrl.training.hidden_states import own_rows, padded_rows

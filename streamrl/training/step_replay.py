@@ -21,7 +21,7 @@ from torch import nn
 from streamrl.config.run import CRITIC_KEY, RunConfig
 from streamrl.machine.model_files import resolve_model
 from streamrl.rollouts.kept_micro_batches import KeptStep
-from streamrl.rollouts.micro_batch import TrainGroup
+from streamrl.rollouts.train_groups import TrainGroup
 from streamrl.run_dir.checkpoints import CheckpointFolder
 from streamrl.training.trainer import Trainer
 from streamrl.training.trainer_models import CRITIC_PREFIX

@@ -33,7 +33,8 @@ from streamrl.config.algorithm import PPOConfig
 from streamrl.config.run import RunConfig
 from streamrl.protocol.controller_trainer import Refusal
 from streamrl.rollouts.canary import Canary
-from streamrl.rollouts.micro_batch import TrainGroup, TrainSequence, split_into_rows
+from streamrl.rollouts.micro_batch import split_into_rows
+from streamrl.rollouts.train_groups import TrainGroup, TrainSequence
 from streamrl.rollouts.types import FloatArray
 from streamrl.run_dir.checkpoint_sums import TRAINER_STATE
 from streamrl.training.agreements import agreed_packing

@@ -55,7 +55,7 @@ from streamrl.protocol.controller_trainer import (
 )
 from streamrl.protocol.message import MessageReader, body_of, wire
 from streamrl.rollouts.canary import Canary, canary
-from streamrl.rollouts.micro_batch import from_wire
+from streamrl.rollouts.micro_batch_wire import from_wire
 from streamrl.rollouts.types import FloatArray
 from streamrl.run_dir import layout
 from streamrl.run_dir.checkpoint_sums import STATE_FILE, write_sums

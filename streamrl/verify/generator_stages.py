@@ -32,7 +32,7 @@ from streamrl.generation.instance.eight_bits import device_lacks
 from streamrl.generation.instance.engine import Engine
 from streamrl.machine.cpu import this_cpu
 from streamrl.machine.model_files import token_rows
-from streamrl.rollouts.micro_batch import TrainGroup, TrainSequence
+from streamrl.rollouts.train_groups import TrainGroup, TrainSequence
 from streamrl.rollouts.types import Sample, SampleRequest
 from streamrl.runtime.processes import end_with_parent
 from streamrl.training.layer_kernels import take_kernels

@@ -18,7 +18,7 @@ from scheduler.cost.trainer_work import TrainingWork
 from scheduler.cost.training_memory import USABLE_MEMORY, TrainerLayout, memory_per_gpu
 from streamrl.config.optimizer import Recomputation
 from streamrl.config.run import RunConfig
-from streamrl.rollouts.micro_batch import TrainGroup, TrainSequence
+from streamrl.rollouts.train_groups import TrainGroup, TrainSequence
 from streamrl.scratch_folders import ScratchFolder
 from streamrl.training.attention import SHARED_PREFIX
 from streamrl.training.packing_choice import Packing

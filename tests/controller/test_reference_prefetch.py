@@ -15,8 +15,9 @@ from streamrl.controller.step_batch import StepBatch
 from streamrl.controller.trainer_client import Trainers
 from streamrl.protocol.controller_trainer import Publish, SaveCheckpoint
 from streamrl.protocol.message import kind_of
-from streamrl.rollouts.micro_batch import TrainGroup, from_wire
+from streamrl.rollouts.micro_batch_wire import from_wire
 from streamrl.rollouts.rank_shares import deal
+from streamrl.rollouts.train_groups import TrainGroup
 from streamrl.rollouts.types import FloatArray, Group
 from streamrl.transport.deadlines import WaitRegistry
 from streamrl.transport.endpoint import Delivery

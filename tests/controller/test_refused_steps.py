@@ -21,7 +21,7 @@ from streamrl.protocol.controller_trainer import (
 )
 from streamrl.protocol.message import MessageReader, Right, body_of, wire
 from streamrl.rollouts.kept_micro_batches import KeptMicroBatches, KeptStep
-from streamrl.rollouts.micro_batch import from_wire, to_wire
+from streamrl.rollouts.micro_batch_wire import from_wire, to_wire
 from streamrl.training.trainer import StepResult
 from streamrl.transport.endpoint import Speaker
 from tests.controller.test_pool_and_batch import config, taken

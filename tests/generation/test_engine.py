@@ -27,7 +27,7 @@ from streamrl.generation.instance.engine_config import CPU_BLOCK_SIZE
 from streamrl.generation.instance.step_trials import TimingTrial
 from streamrl.generation.instance.stop_strings import detokenizer_after
 from streamrl.rollouts.canary import canary, difference, mismatch_bound
-from streamrl.rollouts.micro_batch import TrainGroup, TrainSequence
+from streamrl.rollouts.train_groups import TrainGroup, TrainSequence
 from streamrl.rollouts.types import PartialSample, Sample, SampleRequest
 from streamrl.training.packing import pack
 from streamrl.training.policy_model import load_policy

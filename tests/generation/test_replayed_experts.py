@@ -18,7 +18,7 @@ from streamrl.config.cluster import GenerationPool
 from streamrl.config.run import RunConfig
 from streamrl.generation.instance.engine import Engine
 from streamrl.machine.router_shape import RouterShape, router_shape
-from streamrl.rollouts.micro_batch import TrainGroup, TrainSequence
+from streamrl.rollouts.train_groups import TrainGroup, TrainSequence
 from streamrl.rollouts.types import PartialSample, Sample, SampleRequest
 from streamrl.training.attention import SHARED_PREFIX
 from streamrl.training.packing import pack

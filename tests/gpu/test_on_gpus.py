@@ -23,7 +23,7 @@ from transformers import (
 )
 
 from streamrl.config.run import RunConfig
-from streamrl.rollouts.micro_batch import TrainGroup, TrainSequence
+from streamrl.rollouts.train_groups import TrainGroup, TrainSequence
 from streamrl.training import flash_kernels
 from streamrl.training.attention import SHARED_PREFIX
 from streamrl.training.merged_attention import MergedAttention, has_kernel, pieces_of

@@ -18,7 +18,8 @@ from streamrl.rollouts.advantage import (
     shaped_reward,
     whitened,
 )
-from streamrl.rollouts.micro_batch import loss_normalizer, train_groups
+from streamrl.rollouts.micro_batch import loss_normalizer
+from streamrl.rollouts.train_groups import train_groups
 from streamrl.rollouts.void import MOST_REWARD
 from tests.rollouts.test_rollouts import make_group
 

@@ -30,14 +30,9 @@ from streamrl.protocol.site_instance import GenerateSample
 from streamrl.rollouts import parquet_files
 from streamrl.rollouts.kept_micro_batches import KeptMicroBatches, KeptStep
 from streamrl.rollouts.ledger import pack_content, unpack_content
-from streamrl.rollouts.micro_batch import (
-    TrainGroup,
-    TrainSequence,
-    from_wire,
-    split_into_micro_batches,
-    to_wire,
-    train_groups,
-)
+from streamrl.rollouts.micro_batch import split_into_micro_batches
+from streamrl.rollouts.micro_batch_wire import from_wire, to_wire
+from streamrl.rollouts.train_groups import TrainGroup, TrainSequence, train_groups
 from streamrl.rollouts.types import ByteArray, Group, PartialSample, Sample, SampleRequest, Scored
 from streamrl.rollouts.void import Void, VoidCause
 from streamrl.training.packing import pack

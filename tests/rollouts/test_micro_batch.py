@@ -1,23 +1,14 @@
-"""Cutting groups into micro-batches and ranks' shares, and their wire form: exact cases, and limits hit exactly."""
+"""Cutting groups into micro-batches and ranks' shares: exact cases, and limits hit exactly."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
-import pytest
 
-from streamrl.rollouts.micro_batch import (
-    TrainGroup,
-    TrainSequence,
-    from_wire,
-    loss_normalizer,
-    split_into_micro_batches,
-    split_into_rows,
-    to_wire,
-)
+from streamrl.rollouts.micro_batch import loss_normalizer, split_into_micro_batches, split_into_rows
 from streamrl.rollouts.rank_shares import balance
+from streamrl.rollouts.train_groups import TrainGroup, TrainSequence
 
 
 def group(name: str, prompt: int, *completions: int) -> TrainGroup:
@@ -35,32 +26,6 @@ def lengths(parts: list[list[TrainGroup]]) -> list[list[tuple[str, int, list[int
         [(one.group_id, len(one.prompt_tokens), [len(s.completion_tokens) for s in one.sequences]) for one in part]
         for part in parts
     ]
-
-
-def test_a_group_counts_its_prompt_once() -> None:
-    one = group("a", 3, 4, 5, 0)
-    assert one.tokens == 12 and one.loss_tokens == 9
-
-
-def test_the_squares_of_attention_by_hand() -> None:
-    # 3^2 of the prompt; 4^2 + 2 x 3 x 4 and 5^2 + 2 x 3 x 5 of the completions
-    assert group("a", 3, 4, 5, 0).squares == 9 + 40 + 55
-
-
-def test_a_group_has_its_reference_if_every_completion_with_tokens_has() -> None:
-    known = np.zeros(2, np.float32)
-    pair, empty = np.zeros(2, np.int32), np.zeros(0, np.int32)
-    has = [TrainSequence(pair, known, 0.0, known), TrainSequence(empty, known[:0], 0.0)]
-    assert TrainGroup("a", pair, has).has_reference
-    assert not TrainGroup("a", pair, [*has, TrainSequence(pair, known, 0.0)]).has_reference
-
-
-def test_a_group_has_its_estimates_if_every_completion_with_tokens_has() -> None:
-    pair, empty = np.zeros(2, np.int32), np.zeros(0, np.int32)
-    logprobs, estimates = np.zeros(2, np.float32), np.zeros((2, 3), np.float32)
-    has = [TrainSequence(pair, logprobs, 0.0, estimates=estimates), TrainSequence(empty, logprobs[:0], 0.0)]
-    assert TrainGroup("a", pair, has).has_estimates is True
-    assert TrainGroup("a", pair, [*has, TrainSequence(pair, logprobs, 0.0)]).has_estimates is False
 
 
 def test_groups_fill_a_micro_batch_to_its_last_token() -> None:
@@ -134,98 +99,3 @@ def test_the_normalizer_is_at_least_1() -> None:
     assert [loss_normalizer(kind, 0, 0, 8) for kind in ("token", "sequence", "constant")] == [1.0] * 3  # type: ignore[arg-type]
     assert loss_normalizer("token", 1, 9, 8) == 1.0 and loss_normalizer("token", 2, 9, 8) == 2.0
     assert loss_normalizer("sequence", 9, 2, 8) == 2.0 and loss_normalizer("constant", 9, 2, 8) == 16.0
-
-
-def referenced() -> list[TrainGroup]:
-    """Two groups; the second of three completions has reference log-probabilities, as has the third, with estimates."""
-    first, second = group("a", 2, 3, 2), group("b", 1, 1)
-    known = [np.asarray([-3.0, -4.0], np.float32), np.asarray([-7.0], np.float32)]
-    with_reference = [
-        TrainSequence(seq.completion_tokens, seq.logprobs, seq.advantage, reference)
-        for seq, reference in zip((first.sequences[1], second.sequences[0]), known, strict=True)
-    ]
-    estimated = replace(with_reference[1], estimates=np.asarray([[1.0, 2.0, 3.0]], np.float32))
-    return [
-        TrainGroup("a", first.prompt_tokens, [first.sequences[0], with_reference[0]]),
-        TrainGroup("b", second.prompt_tokens, [estimated]),
-    ]
-
-
-def test_the_wire_form_written_out_and_back() -> None:
-    body, arrays = to_wire(referenced())
-    assert body == {
-        "groups": [["a", 2, [3, 2]], ["b", 1, [1]]],
-        "advantages": [0.0, 1.0, 0.0],
-        "has_reference": [False, True, True],
-        "has_estimates": [False, False, True],
-        "has_mask": [False, False, False],
-        "trajectories": ["", ""],
-        "trajectory_tokens": [None, None, None],
-        "has_experts": [False, False],
-    }
-    assert {name: array.tolist() for name, array in arrays.items()} == {
-        "prompts": [0, 1, 0],
-        "completions": [0, 1, 2, 0, 1, 0],
-        "logprobs": [-0.5] * 6,
-        "reference_logprobs": [-3.0, -4.0, -7.0],
-        "estimates": [[1.0, 2.0, 3.0]],
-        "masks": [],
-        "experts": [],
-    }
-    assert [str(array.dtype) for array in arrays.values()] == ["int32", "int32", *["float32"] * 3, "uint8", "uint8"]
-    back = from_wire(body, arrays)
-    assert lengths([back]) == [[("a", 2, [3, 2]), ("b", 1, [1])]]
-    again = to_wire(back)
-    assert again[0] == body and all(np.array_equal(array, again[1][name]) for name, array in arrays.items())
-    assert from_wire(*to_wire([])) == []
-    assert lengths([from_wire(*to_wire([group("a", 1, 0, 2)]))]) == [[("a", 1, [0, 2])]]
-
-
-def empty_twice(body: dict[str, Any], arrays: dict[str, Any]) -> None:
-    body["groups"][1][2].append(0)
-
-
-def negative(body: dict[str, Any], arrays: dict[str, Any]) -> None:
-    body["groups"] = [["a", 4, [3, 2]], ["b", -1, [1]]]
-
-
-def negative_completion(body: dict[str, Any], arrays: dict[str, Any]) -> None:
-    body["groups"], body["has_reference"] = [["a", 2, [7, 2]], ["b", 1, [-3]]], [False, False, False]
-    arrays["reference_logprobs"] = arrays["reference_logprobs"][:0]
-
-
-def one_more(name: str) -> Any:
-    def change(body: dict[str, Any], arrays: dict[str, Any]) -> None:
-        arrays[name] = np.append(arrays[name], arrays[name][:1], axis=0)
-
-    return change
-
-
-def one_advantage_less(body: dict[str, Any], arrays: dict[str, Any]) -> None:
-    body["advantages"].pop()
-
-
-def one_trajectory_more(body: dict[str, Any], arrays: dict[str, Any]) -> None:
-    body["trajectories"].append("x")
-
-
-def one_length_less(body: dict[str, Any], arrays: dict[str, Any]) -> None:
-    body["trajectory_tokens"].pop()
-
-
-@pytest.mark.parametrize(
-    "change", [one_trajectory_more, one_length_less, one_advantage_less, empty_twice, negative, negative_completion]
-)
-def test_a_body_that_is_none_is_refused(change: Any) -> None:
-    body, arrays = to_wire(referenced())
-    change(body, arrays)
-    with pytest.raises(ValueError):
-        from_wire(body, arrays)
-
-
-@pytest.mark.parametrize("name", ["prompts", "completions", "logprobs", "reference_logprobs", "estimates"])
-def test_arrays_that_do_not_add_up_are_refused(name: str) -> None:
-    body, arrays = to_wire(referenced())
-    one_more(name)(body, arrays)
-    with pytest.raises(ValueError, match=r"do not add up|are not those of its tokens"):
-        from_wire(body, arrays)

@@ -35,9 +35,10 @@ from streamrl.protocol.samples import (
 from streamrl.rollouts.advantage import group_advantages
 from streamrl.rollouts.kept_micro_batches import KeptMicroBatches, KeptStep
 from streamrl.rollouts.ledger import Ledger, pack_content, unpack_content
-from streamrl.rollouts.micro_batch import from_wire, to_wire, train_groups
+from streamrl.rollouts.micro_batch_wire import from_wire, to_wire
 from streamrl.rollouts.rank_shares import balance
 from streamrl.rollouts.rollout_store import RolloutStore
+from streamrl.rollouts.train_groups import train_groups
 from streamrl.rollouts.types import Group, PartialSample, Sample, Scored
 from streamrl.rollouts.void import Void, VoidCause
 from streamrl.transport.wire import Message, decode, encode

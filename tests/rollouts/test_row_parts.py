@@ -16,9 +16,11 @@ from ranker.data import read_rollouts
 from streamrl.config.run import RunConfig
 from streamrl.controller.step_batch import StepBatch
 from streamrl.report.run_data import load_run, read_texts
-from streamrl.rollouts.micro_batch import from_wire, split_into_micro_batches, to_wire, train_groups
+from streamrl.rollouts.micro_batch import split_into_micro_batches
+from streamrl.rollouts.micro_batch_wire import from_wire, to_wire
 from streamrl.rollouts.rollout_store import RolloutStore
 from streamrl.rollouts.row_parts import episode_rows, sample_of_row
+from streamrl.rollouts.train_groups import train_groups
 from streamrl.rollouts.trajectory import MOST_STEPS, MOST_TOLD, NOT_SAMPLED, EpisodeStep, RowExtent, Trajectory, kept_of
 from streamrl.rollouts.types import Group, Sample, Scored
 from streamrl.rollouts.void import VoidCause

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModel, OPTConfig, OPTForCausalLM
 
-from streamrl.rollouts.micro_batch import TrainGroup
+from streamrl.rollouts.train_groups import TrainGroup
 from streamrl.training.critic import load_critic
 from streamrl.training.packing import pack
 from streamrl.training.trainer import Trainer

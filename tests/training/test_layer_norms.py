@@ -17,7 +17,7 @@ from transformers import GPT2Config
 from transformers.models.nemotron.modeling_nemotron import NemotronLayerNorm1P
 
 from streamrl.config.run import RunConfig
-from streamrl.rollouts.micro_batch import TrainGroup, TrainSequence
+from streamrl.rollouts.train_groups import TrainGroup, TrainSequence
 from streamrl.training import layer_kernels, learner
 from streamrl.training.layer_kernels import take_kernels
 from streamrl.training.layer_norms import ROWS, LayerNorm

@@ -12,7 +12,7 @@ import torch
 from transformers import optimization
 
 from streamrl.config.optimizer import OptimizerConfig
-from streamrl.rollouts.micro_batch import TrainGroup, TrainSequence
+from streamrl.rollouts.train_groups import TrainGroup, TrainSequence
 from streamrl.training.learning_rate import learning_rate, warm_up
 from streamrl.training.trainer import Trainer
 from tests.training.conftest import random_groups, run_config

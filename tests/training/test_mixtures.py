@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from streamrl.machine.router_shape import RouterShape, shape_of
-from streamrl.rollouts.micro_batch import TrainGroup
 from streamrl.rollouts.rank_shares import balance
+from streamrl.rollouts.train_groups import TrainGroup
 from streamrl.training.attention import SHARED_PREFIX
 from streamrl.training.packing import pack
 from streamrl.training.packing_proof import proof_groups, prove, small_model

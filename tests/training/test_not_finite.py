@@ -13,7 +13,7 @@ import torch
 
 from streamrl.errors import RunFailed
 from streamrl.protocol.controller_trainer import Refusal
-from streamrl.rollouts.micro_batch import TrainGroup
+from streamrl.rollouts.train_groups import TrainGroup
 from streamrl.training.trainer import Trainer
 from streamrl.training.update_bound import stays_finite
 from tests.training.conftest import random_groups, run_config

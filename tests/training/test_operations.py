@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from transformers import CONFIG_MAPPING
 
-from streamrl.rollouts.micro_batch import TrainGroup, TrainSequence
+from streamrl.rollouts.train_groups import TrainGroup, TrainSequence
 from streamrl.training.operations import ModelOperations, TrainingOperations
 from streamrl.training.packing import pack
 

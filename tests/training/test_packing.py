@@ -17,7 +17,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from streamrl.config.optimizer import Recomputation
 from streamrl.errors import RunFailed
-from streamrl.rollouts.micro_batch import TrainGroup, TrainSequence, split_into_micro_batches, split_into_rows
+from streamrl.rollouts.micro_batch import split_into_micro_batches, split_into_rows
+from streamrl.rollouts.train_groups import TrainGroup, TrainSequence
 from streamrl.training import attention
 from streamrl.training.attention import OWN_ROWS, PLAIN_SCORES, SHARED_PREFIX
 from streamrl.training.hidden_states import own_rows, padded_rows

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from streamrl.rollouts.micro_batch import TrainGroup, TrainSequence
+from streamrl.rollouts.train_groups import TrainGroup, TrainSequence
 from streamrl.training.packing import GroupLayout, pack, pack_share
 
 

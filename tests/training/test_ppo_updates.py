@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from streamrl.controller.step_batch import StepBatch
-from streamrl.rollouts.micro_batch import TrainGroup, TrainSequence, from_wire, to_wire
+from streamrl.rollouts.micro_batch_wire import from_wire, to_wire
+from streamrl.rollouts.train_groups import TrainGroup, TrainSequence
 from streamrl.rollouts.types import FloatArray, Group, Scored
 from streamrl.training.critic import load_critic
 from streamrl.training.objective import MicroStats, merged

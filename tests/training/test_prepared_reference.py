@@ -9,11 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from streamrl.rollouts.micro_batch import (
-    from_wire,
-    split_into_micro_batches,
-    to_wire,
-)
+from streamrl.rollouts.micro_batch import split_into_micro_batches
+from streamrl.rollouts.micro_batch_wire import from_wire, to_wire
 from streamrl.training.trainer import Trainer
 from tests.training.conftest import random_groups, relative_error, run_config
 from tests.training.trained import CPU, PPO, accumulated_gradient, prepared

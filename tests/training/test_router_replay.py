@@ -18,7 +18,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3MoeConfig
 from streamrl.config.optimizer import Recomputation
 from streamrl.errors import RunFailed, UserError
 from streamrl.machine.router_shape import RouterShape, shape_of
-from streamrl.rollouts.micro_batch import TrainGroup, split_into_micro_batches
+from streamrl.rollouts.micro_batch import split_into_micro_batches
+from streamrl.rollouts.train_groups import TrainGroup
 from streamrl.training.attention import OWN_ROWS, SHARED_PREFIX
 from streamrl.training.packing import pack
 from streamrl.training.packing_proof import GRADIENT_BOUND, LOGPROB_BOUND, proof_groups, small_model

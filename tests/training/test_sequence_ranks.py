@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from streamrl.config.optimizer import Recomputation
-from streamrl.rollouts.micro_batch import TrainGroup, TrainSequence
+from streamrl.rollouts.train_groups import TrainGroup, TrainSequence
 from streamrl.training.attention import OWN_ROWS, SHARED_PREFIX, SHARED_PREFIX_LONG
 from streamrl.training.attention_in_parts import IN_PARTS, SDPA
 from streamrl.training.critic import Critic

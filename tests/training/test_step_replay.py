@@ -17,7 +17,7 @@ from streamrl.cli.replay import command
 from streamrl.config.cluster import ClusterConfig
 from streamrl.config.load import save_resolved
 from streamrl.rollouts.kept_micro_batches import KeptMicroBatches, KeptStep
-from streamrl.rollouts.micro_batch import TrainGroup
+from streamrl.rollouts.train_groups import TrainGroup
 from streamrl.run_dir import layout
 from streamrl.run_dir.checkpoints import CheckpointFolder
 from streamrl.training.step_replay import ReplayedGroup, StepReplay

@@ -16,11 +16,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils.flop_counter import FlopCounterMode
 
 from streamrl.rollouts.canary import Canary
-from streamrl.rollouts.micro_batch import (
-    TrainGroup,
-    TrainSequence,
-    split_into_micro_batches,
-)
+from streamrl.rollouts.micro_batch import split_into_micro_batches
+from streamrl.rollouts.train_groups import TrainGroup, TrainSequence
 from streamrl.run_dir.checkpoints import CheckpointFolder
 from streamrl.training.learner import Division, _fully_shard
 from streamrl.training.objective import policy_objective

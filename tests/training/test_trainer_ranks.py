@@ -17,10 +17,8 @@ from transformers import LlamaConfig, LlamaModel
 from streamrl.config.optimizer import Recomputation
 from streamrl.controller.value_estimation import ValueEstimation
 from streamrl.errors import RunFailed
-from streamrl.rollouts.micro_batch import (
-    TrainGroup,
-)
 from streamrl.rollouts.rank_shares import balance
+from streamrl.rollouts.train_groups import TrainGroup
 from streamrl.training.critic import load_critic
 from streamrl.training.decoder_layers import decoder_of
 from streamrl.training.learner import Division

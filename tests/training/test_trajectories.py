@@ -14,8 +14,10 @@ from transformers import AutoModelForCausalLM
 
 from streamrl.config.algorithm import Algorithm
 from streamrl.rollouts.kept_micro_batches import KeptMicroBatches, KeptStep
-from streamrl.rollouts.micro_batch import TrainGroup, from_wire, split_into_micro_batches, to_wire, train_groups
+from streamrl.rollouts.micro_batch import split_into_micro_batches
+from streamrl.rollouts.micro_batch_wire import from_wire, to_wire
 from streamrl.rollouts.rank_shares import deal
+from streamrl.rollouts.train_groups import TrainGroup, train_groups
 from streamrl.rollouts.trajectory import NOT_SAMPLED, RowExtent, Trajectory
 from streamrl.rollouts.types import Group, Sample, Scored
 from streamrl.training.packing import pack

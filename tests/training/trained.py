@@ -8,9 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from streamrl.rollouts.micro_batch import (
-    TrainGroup,
-)
+from streamrl.rollouts.train_groups import TrainGroup
 from streamrl.rollouts.types import FloatArray
 from streamrl.training.learner import Learner
 from streamrl.training.trainer import Trainer

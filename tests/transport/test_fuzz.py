@@ -39,7 +39,7 @@ from streamrl.protocol.controller_site import Generate, SampleBatch
 from streamrl.protocol.message import TypedMessage, body_of, parse, wire
 from streamrl.protocol.samples import TOKEN_ARRAYS, fleet_to_wire, request_to_wire, sample_from_wire, sample_to_wire
 from streamrl.protocol.site_instance import GenerateSample, ReleasedSample
-from streamrl.rollouts import micro_batch
+from streamrl.rollouts import micro_batch_wire
 from streamrl.rollouts.ledger import unpack_content
 from streamrl.rollouts.types import PartialSample, Sample, SampleRequest
 from streamrl.run_dir import instance_files, layout, site_status, status
@@ -121,7 +121,7 @@ ONE = message("sample", *sample(12))
 BATCHES = [message("samples", *pack_samples([sample(n) for n in (0, 7, 40)], small)) for small in (False, True)]
 CURVE = StepCurve((1, 8), (0.02, 0.05), 1e-7, 1e-5)
 FLEET = message("fleet", {"fleet": fleet_to_wire([SimulatedInstance(name, CURVE, 8) for name in ("a-0", "a-1")])})
-MICRO = message("micro_batch", *micro_batch.to_wire(random_groups(3)))
+MICRO = message("micro_batch", *micro_batch_wire.to_wire(random_groups(3)))
 STATE = {"waits": [{"owner": "x", "for": "y", "limit_s": 3.0}], "produced": {"g.0": 17}, "clock": {"sent": 1.5}}
 HELLO = message("hello", {"name": "service-west", "role": "service", "meta": {"site": "west", "slots": 3}})
 CONTROL = [
@@ -212,7 +212,7 @@ def read_fleet(frames: Frames) -> None:
 
 def read_micro_batch(frames: Frames) -> None:
     found = decode(frames)
-    groups = micro_batch.from_wire(found.body, found.arrays)
+    groups = micro_batch_wire.from_wire(found.body, found.arrays)
     for group, (_, prompt_length, lengths) in zip(groups, found.body["groups"], strict=True):
         assert group.prompt_tokens.shape == (prompt_length,)
         for sequence, length in zip(group.sequences, lengths, strict=True):
