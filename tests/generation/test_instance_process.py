@@ -17,8 +17,8 @@ from streamrl.config.cluster import ClusterConfig
 from streamrl.config.run import RunConfig
 from streamrl.config.schedule import OnUpdate
 from streamrl.generation.instance import instance_process
-from streamrl.generation.instance.engine import Worked
 from streamrl.generation.instance.instance_process import InstanceProcess
+from streamrl.generation.instance.running_requests import Worked
 from streamrl.generation.instance.sample_parts import UNNAMED_VERSION
 from streamrl.generation.site.pace import Stretches, WorkedCurve
 from streamrl.machine.gpus import VISIBLE

@@ -14,7 +14,7 @@ from scheduler.dispatch.straggler import STRETCHES
 from scheduler.simulation.generation_simulator import SimulatedInstance
 from streamrl.config.cluster import GenerationPool
 from streamrl.config.run import RunConfig
-from streamrl.generation.instance.engine import Worked
+from streamrl.generation.instance.running_requests import Worked
 from streamrl.generation.site.instance_monitor import InstanceWatch
 from streamrl.generation.site.instance_weights import InstanceWeights
 from streamrl.generation.site.pace import ENOUGH, KEPT, LEAST_TOKENS, Pace, Stretches, WorkedCurve, pace

@@ -8,9 +8,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,6 +22,7 @@ from streamrl.config.schedule import OnUpdate
 from streamrl.generation.drafts.lessons import DrafterLessons
 from streamrl.generation.instance.completion_text import completion_text
 from streamrl.generation.instance.engine_config import Place, engine_config
+from streamrl.generation.instance.running_requests import RunningRequests, Worked
 from streamrl.generation.instance.sample_experts import first_row, rows_since, with_experts
 from streamrl.generation.instance.sample_parts import (
     UNNAMED_VERSION,
@@ -44,20 +44,6 @@ from streamrl.runtime.device_turns import takes_turns
 WARM_BATCH = 4
 RELEASE_POLL_S = 0.01
 """Seconds between two checks whether vLLM knows a request that should be aborted."""
-
-
-@dataclass(frozen=True)
-class Worked:
-    """The work that an engine has done since its start."""
-
-    tokens: int = 0
-    """Generated tokens."""
-    request_s: float = 0.0
-    """Running seconds, summed over all requests."""
-    busy_s: float = 0.0
-    """Seconds with at least one running request."""
-    context: int = 0
-    """Tokens of context, prompt and generated, of the requests that run now."""
 
 
 class Engine:
@@ -91,26 +77,13 @@ class Engine:
         self.pool, self.run, self.instance, self.site, self.cuda = pool, run, instance, site, cuda
         self._takes_turns = takes_turns(cuda, run)
         self._clock = clock
-        self.running = 0
-        self._ended_tokens = 0
-        """Tokens generated here by requests that have ended."""
-        self._worked = Worked()
-        """Work up to `_counted`; its `tokens` is not used."""
-        self._counted = time.monotonic()
-        self.busy_since: float | None = None
-        """Unix seconds since which at least one request has been running; None: nothing runs."""
+        self._requests = RunningRequests()
         self.version = UNNAMED_VERSION
         """Version that new requests meet; during an update, already the new one."""
         self.line = 0
         """Changes where a version's number may come to mean other weights; requests share no KV cache across that."""
         self._kept: dict[str, int] = {}
         """Tokens that running requests had already when they arrived here."""
-        self._begun: dict[str, tuple[float, float]] = {}
-        """Arrival of running requests, in (unix seconds, monotonic seconds)."""
-        self._prompts: dict[str, int] = {}
-        """Prompt tokens of running requests."""
-        self._first_rows: dict[str, int] = {}
-        """Position of the first row of experts of running requests (`sample_experts.py`)."""
         self.drafts = run.speculation.method != "none"
         """Whether a drafter runs in the engine, which `teach_drafter` teaches."""
         self._lessons = DrafterLessons()
@@ -182,12 +155,12 @@ class Engine:
         longest = min(self.run.sampling.max_tokens, self.run.model.max_context - len(request.prompt_tokens))
         if self.drafts:
             self._lessons.begins(request)
-        with self._noted(request, t_dispatched, started):
+        with self._requests.noted(request, t_dispatched, started):
             output = await self._generate(request, min(longest, request.pause_at or longest))
         completion = output.outputs[0]
         tokens = np.asarray(completion.token_ids, dtype=np.int32)
         logprobs = [row[token].logprob for row, token in zip(completion.logprobs, completion.token_ids, strict=True)]
-        self._ended_tokens += len(tokens)
+        self._requests.ended(len(tokens))
         first = output.metrics.first_token_ts if output.metrics else 0.0
         partial = PartialSample(
             sample_id=request.sample_id,
@@ -209,29 +182,6 @@ class Engine:
         if self.run.speculation.method == "auto":
             self._lessons.ends(request, sample.completion_tokens, int(sample.token_versions[-1]))
         return sample
-
-    @contextmanager
-    def _noted(self, request: SampleRequest, t_dispatched: float, started: float) -> Iterator[None]:
-        """Note a request among those that run.
-
-        Args:
-            request: the request.
-            t_dispatched: its arrival, in unix seconds.
-            started: the same in monotonic seconds.
-        """
-        self._count(1)
-        self.busy_since = self.busy_since or t_dispatched
-        self._begun[request.sample_id] = t_dispatched, started
-        self._prompts[request.sample_id] = len(request.prompt_tokens)
-        self._first_rows[request.sample_id] = first_row(request)
-        try:
-            yield
-        finally:
-            self._count(-1)
-            for noted in (self._begun, self._prompts, self._first_rows):
-                del noted[request.sample_id]
-            if self.running == 0:
-                self.busy_since = None
 
     def _sample_of(self, request: SampleRequest, whole: PartialSample, output: Any, route: str) -> Sample:
         """Return the finished sample of a request.
@@ -261,31 +211,28 @@ class Engine:
         )
 
     @property
+    def running(self) -> int:
+        """Number of the requests that run here."""
+        return self._requests.count
+
+    @property
+    def busy_since(self) -> float | None:
+        """Unix seconds since which at least one request has been running; None: nothing runs."""
+        return self._requests.busy_since
+
+    @property
     def begun(self) -> frozenset[str]:
         """Ids of the requests that run here."""
-        return frozenset(self._begun)
-
-    def _count(self, change: int) -> None:
-        """Bring the counted work up to date, then change the number of running requests."""
-        now = time.monotonic()
-        past = now - self._counted
-        busy_s = self._worked.busy_s + (past if self.running else 0.0)
-        self._worked = Worked(0, self._worked.request_s + past * self.running, busy_s)
-        self._counted = now
-        self.running += change
+        return self._requests.ids
 
     def worked(self) -> Worked:
         """Return the work done here so far."""
-        self._count(0)
-        produced = self.produced()
-        made = sum(tokens - self._kept.get(sample_id, 0) for sample_id, tokens in produced.items())
-        context = sum(self._prompts.get(sample_id, 0) + tokens for sample_id, tokens in produced.items())
-        return replace(self._worked, tokens=self._ended_tokens + made, context=context)
+        return self._requests.worked(self.produced(), self._kept)
 
     async def release(self, sample_id: str) -> None:
         """Preempt a running request: its `generate` returns a partial sample. A no-op for one that has ended."""
         known = self._llm.output_processor.external_req_ids
-        while sample_id in self._begun and sample_id not in known:  # on its way into vLLM, or out of it
+        while sample_id in self._requests and sample_id not in known:  # on its way into vLLM, or out of it
             await asyncio.sleep(RELEASE_POLL_S)
         await self._llm.abort(sample_id)
 
@@ -295,7 +242,7 @@ class Engine:
         return {
             state.external_req_id: self._kept.get(state.external_req_id, 0) + state.detokenizer.num_output_tokens()
             for state in states
-            if state.detokenizer is not None and state.external_req_id in self._begun
+            if state.detokenizer is not None and state.external_req_id in self._requests
         }
 
     def progress(self, known: Mapping[str, int]) -> list[tuple[int, PartialSample]]:
@@ -311,7 +258,7 @@ class Engine:
         found = []
         for state in self._llm.output_processor.request_states.values():
             sample_id = state.external_req_id
-            if sample_id not in self._begun or state.detokenizer is None or state.logprobs_processor is None:
+            if sample_id not in self._requests or state.detokenizer is None or state.logprobs_processor is None:
                 continue
             kept = self._kept.get(sample_id, 0)
             first = max(0, known.get(sample_id, 0) - kept)
@@ -319,17 +266,17 @@ class Engine:
             tokens = state.detokenizer.output_token_ids[: len(rows)]
             if len(tokens) <= first:
                 continue
-            t_dispatched, started = self._begun[sample_id]
+            running = self._requests[sample_id]
             part = PartialSample(
                 sample_id,
                 np.asarray(tokens[first:], dtype=np.int32),
                 np.asarray([rows[n][tokens[n]].logprob for n in range(first, len(tokens))], dtype=np.float32),
                 versions_from(state.weight_version_starts, len(tokens))[first:],
-                t_dispatched,
-                first_token(t_dispatched, started, state.stats.first_token_ts if state.stats else 0.0),
+                running.t_dispatched,
+                first_token(running.t_dispatched, running.started, state.stats.first_token_ts if state.stats else 0.0),
             )
             if self._routers is not None:
-                begin, prompt = self._first_rows[sample_id], self._prompts[sample_id]
+                begin, prompt = running.first_row, running.prompt
                 whole = kept + first, kept + len(tokens)
                 part = replace(
                     part, experts=rows_since(self._routers, state.routed_experts_chunks, begin, prompt, whole)

@@ -13,8 +13,9 @@ import msgspec
 
 from streamrl.generation.instance.calibration import batch_sizes, measure_quickly
 from streamrl.generation.instance.eight_bits import choose_here, with_computation
-from streamrl.generation.instance.engine import Engine, Worked
+from streamrl.generation.instance.engine import Engine
 from streamrl.generation.instance.engine_config import Place
+from streamrl.generation.instance.running_requests import Worked
 from streamrl.generation.instance.sample_parts import UNNAMED_VERSION
 from streamrl.generation.site.pace import Stretches, WorkedCurve
 from streamrl.imports import importing

@@ -6,12 +6,10 @@ import math
 import statistics
 from collections import deque
 from collections.abc import Sequence, Set
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from scheduler.cost.decode import StepCurve
-
-if TYPE_CHECKING:
-    from streamrl.generation.instance.engine import Worked
+from streamrl.generation.instance.running_requests import Worked
 
 LEAST_TOKENS = 16
 """Fewest tokens of a stretch of work that is judged: with fewer, one prefilled prompt outweighs the steps."""
