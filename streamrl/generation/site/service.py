@@ -33,9 +33,10 @@ from streamrl.generation.site.fleet import SiteFleet
 from streamrl.generation.site.pushed_weights import PushedWeights
 from streamrl.generation.site.reports import Reports
 from streamrl.generation.site.site_episodes import AnsweredTurn, PrefixCache, RequestedTurn, SiteEpisodes, is_turn
+from streamrl.generation.site.site_journals import SiteJournals
 from streamrl.generation.site.site_state import SiteState
 from streamrl.generation.site.site_weights import SiteWeights
-from streamrl.generation.site.token_journal import TokenJournal, drawn_from
+from streamrl.generation.site.token_journal import TokenJournal
 from streamrl.generation.site.turn_journal import TurnJournal
 from streamrl.generation.site.uplink import make_uplink
 from streamrl.generation.site.version_room import VersionRoom
@@ -52,7 +53,7 @@ from streamrl.protocol.samples import (
     parts_from_wire,
 )
 from streamrl.protocol.speakers import RIGHTS
-from streamrl.rollouts.types import PartialSample, SampleRequest
+from streamrl.rollouts.types import PartialSample
 from streamrl.run_dir import layout
 from streamrl.run_dir.site_status import write_site_end
 from streamrl.run_dir.start_stages import READY, waiting_for
@@ -69,9 +70,6 @@ TO_AN_INSTANCE = 100_000
 """Messages that may be in flight to one instance.
 
 Its slots are the actual limit: a send that waited for credits of a silent instance would hold up all others."""
-JOURNAL_S = 0.5
-"""Seconds between two writes of the journals."""
-
 RESTARTED = "the controller was restarted"
 
 
@@ -95,13 +93,10 @@ class GenerationService:
         self._orphaned = asyncio.Event()
         self.round = 0
         """The newest round that the controller has announced."""
-        self._newest: int | None = None
-        """The newest version of the run's weights that this service has heard of, which it may still be fetching."""
         self._groups: WholeOrder[IncomingGroup] = WholeOrder()
         self._parking: WholeOrder[str] = WholeOrder()
         self._resuming: WholeOrder[str] = WholeOrder()
         self.journal = TokenJournal(context.run_dir / layout.TOKEN_JOURNAL)
-        self._drawn_with = run.drawn_with
         self.dispatcher = Dispatcher(policy, self._to_instance, self._produced)
         self.hub.reads = MessageReader(RIGHTS["service"])
         roles = inside_roles(context.cluster, run, context.site)
@@ -124,6 +119,7 @@ class GenerationService:
         )
         keeps_kv = run.schedule.on_update == "keep_kv"
         turns = TurnJournal(context.run_dir / layout.TURN_JOURNAL) if run.agent_tasks else TurnJournal()
+        self.journals = SiteJournals(self.journal, turns, run.drawn_with)
         self.episodes = SiteEpisodes(
             *(self.site, run.model.max_context, run.sampling.max_tokens, self._prefix_cache, keeps_kv), journal=turns
         )
@@ -168,7 +164,12 @@ class GenerationService:
                 await self._fleet_changed()  # an earlier service's instances wait for the trainer to push weights
             async with asyncio.TaskGroup() as tasks:
                 beside = [self._from_instances(), self.uplink.run(), self.reports.run(), self._throttle()]
-                beside += [self.weights.serve(), self.fleet.run(), self._keep_journal(), self._end_if_orphaned()]
+                beside += [
+                    self.weights.serve(),
+                    self.fleet.run(),
+                    self.journals.keep_written(),
+                    self._end_if_orphaned(),
+                ]
                 self.site_state.state = "serving"
                 running = [tasks.create_task(work) for work in beside]
                 await self._from_controller(tasks)
@@ -178,8 +179,7 @@ class GenerationService:
             await self.controller.close()
             await self.weights.close()
             await self.hub.close()
-            self.journal.close()
-            self.episodes.journal.close()
+            self.journals.close()
 
     async def _throttle(self) -> None:
         """Throttle dispatch while finished samples do not leave fast enough."""
@@ -212,7 +212,7 @@ class GenerationService:
                         raise RunFailed(f"the run has ended: {why}")
                     return
                 case controller_site.Generate() as order:
-                    self._heard_of(order.newest)
+                    self.journals.heard_of(order.newest)
                     groups = groups_from_wire(order, delivery.arrays)
                     if order.train_tokens_s is not None:
                         self.dispatcher.policy.training_at(order.train_tokens_s)
@@ -234,7 +234,7 @@ class GenerationService:
                 case controller_site.Sleep():
                     tasks.create_task(self._sleep())
                 case controller_site.LoadWeights() as order:
-                    self._heard_of(order.number)
+                    self.journals.heard_of(order.number)
                     tasks.create_task(self._update_weights(order))
                 case controller_site.WeightCall() as call:
                     tasks.create_task(self.pushed.carry_out(call))
@@ -243,38 +243,8 @@ class GenerationService:
     async def _submit(self, groups: Iterable[IncomingGroup]) -> None:
         """Place groups of single completions together."""
         await self.dispatcher.submit(
-            [(self._with_kept(group.requests, group.oldest), group.forecast) for group in groups]
+            [(self.journals.continued(group.requests, group.oldest), group.forecast) for group in groups]
         )
-
-    def _heard_of(self, number: int) -> None:
-        """Note a version of the run's weights.
-
-        When the first one is heard of, the journals may have newer ones, from before the run went back to a checkpoint.
-        They are forgotten now: later the run has other weights of these numbers.
-        """
-        if self._newest is None:
-            self.journal.forget_newer(number)
-            self.episodes.journal.forget_newer(number)
-        self._newest = max(self._newest or 0, number)
-
-    def _with_kept(self, requests: list[SampleRequest], oldest: int = 0) -> list[SampleRequest]:
-        """Return requests with the tokens that the journal has of them, which an earlier service may have noted.
-
-        Those with a token of an older version than `oldest` begin anew: they would be too stale for their schedule. So
-        do those whose prompt or settings have changed.
-
-        A budget counts new tokens: the journal may have those of earlier rounds. The time of issue is the first one, as
-        the other times of what was kept.
-        """
-        found = []
-        for request in requests:
-            source = drawn_from(request, self._drawn_with)
-            if (had := self.journal.begin(request.sample_id, source, request.t_queued, oldest)) is not None:
-                kept, t_queued = had
-                pause_at = request.pause_at and request.pause_at + len(kept.completion_tokens)
-                request = replace(request, kept=kept, pause_at=pause_at, t_queued=t_queued)
-            found.append(request)
-        return found
 
     async def _to_instance(self, name: str, kind: str, body: dict[str, Any], arrays: Arrays) -> None:
         await self.fleet.send(name, kind, body, arrays)
@@ -306,13 +276,6 @@ class GenerationService:
         """End the service at once if the controller was restarted; what the link raises may wait to be received."""
         await self._orphaned.wait()
         raise RestartNeeded(RESTARTED)
-
-    async def _keep_journal(self) -> None:
-        """Write the journals to their files every `JOURNAL_S` seconds."""
-        while True:
-            await asyncio.sleep(JOURNAL_S)
-            self.journal.flush()
-            self.episodes.journal.flush()
 
     async def _fleet_changed(self) -> None:
         """Report the instances to the controller, now and in the hello of every later connection."""
@@ -428,7 +391,7 @@ class GenerationService:
 
     async def _order_turn(self, turn: site_agents.OrderTurn, delivery: Delivery) -> None:
         """Give a turn to the dispatcher, unless its episode has it from before."""
-        found = self.episodes.turn(turn, delivery.arrays, self._newest)
+        found = self.episodes.turn(turn, delivery.arrays, self.journals.newest)
         delivery.ack()
         if isinstance(found, str):
             self.hub.refusals.count("not its own", delivery.peer, found)
@@ -437,7 +400,7 @@ class GenerationService:
             await self._tell_agents([found.answer], found.arrays)
         if not isinstance(found, RequestedTurn):
             return
-        (request,) = self._with_kept([found.request])
+        (request,) = self.journals.continued([found.request])
         await self.dispatcher.submit_turn(request, found.forecast, found.home, found.cached)
 
     def _prefix_cache(self, instance: str) -> PrefixCache | None:
@@ -501,4 +464,4 @@ class GenerationService:
     def _pushed(self, number: int) -> None:
         """Record that instances have loaded a version that the trainer has pushed to them."""
         self.weights.version = number
-        self._heard_of(number)
+        self.journals.heard_of(number)
