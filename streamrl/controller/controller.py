@@ -10,12 +10,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
 import time
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from scheduler.cost.hardware import peak_tflops
 from scheduler.cost.model_shapes import square_cost
@@ -26,11 +24,12 @@ from streamrl.controller.group_pool import GroupPool
 from streamrl.controller.group_source import GroupSource, group_of, samples_of
 from streamrl.controller.issuer import Issuer
 from streamrl.controller.kept_samples import KeptSample, issue_groups, kept_samples
-from streamrl.controller.length_predictor import COLUMNS, LengthPredictor
+from streamrl.controller.length_predictor import LengthPredictor
 from streamrl.controller.mismatch_guard import MismatchGuard
 from streamrl.controller.pool_sizes import Scaling
 from streamrl.controller.reconnect import Recovery
 from streamrl.controller.refused_steps import RefusedSteps
+from streamrl.controller.resumption import Resumption
 from streamrl.controller.reward_client import Rewarders
 from streamrl.controller.run_end import RunEnd
 from streamrl.controller.sample_intake import SampleIntake
@@ -73,11 +72,7 @@ from streamrl.rollouts.length_audit import LengthAudit
 from streamrl.rollouts.rollout_store import RolloutStore
 from streamrl.rollouts.types import Group
 from streamrl.run_dir import layout
-from streamrl.run_dir.checkpoint_sums import STATE_FILE, DamagedFile, check_files, read_sums
-from streamrl.run_dir.checkpoints import LOOK_S, SEEN_S, CheckpointFolder, unreadable
-from streamrl.run_dir.jsonl import iter_rows
-from streamrl.run_dir.metrics import MetricsRow
-from streamrl.run_dir.resume_point import resume_point
+from streamrl.run_dir.checkpoints import CheckpointFolder
 from streamrl.run_dir.start_stages import READY, waiting_for
 from streamrl.runtime.process_context import RoleContext
 from streamrl.runtime.process_plan import plan_processes, rank_names
@@ -206,8 +201,9 @@ class Controller:
         groups = GroupSource(self.config, source, read_tokenizer(folder), token_rows(Path(folder)))
         self._build(groups, Evaluator(self.config, self.context.run_dir, groups, self.checkpoints.mark_best))
         if self.context.resume:
-            await self._see_checkpoint()
-            self._restore()
+            resumption = self._resumption()
+            await resumption.see_checkpoint()
+            resumption.restore()
         addresses = self.context.addresses
         bind_home(self.context, self.hub, addresses.controller, addresses.controller_outside)
         everyone = {*self.trainers.names, *self.services.names, *self.rewarders.names}
@@ -285,6 +281,21 @@ class Controller:
             evaluates=self.config.evaluation is not None,
         )
 
+    def _resumption(self) -> Resumption:
+        """Return what takes the run back to its newest checkpoint."""
+        return Resumption(
+            context=self.context,
+            checkpoints=self.checkpoints,
+            ledger=self.ledger,
+            rollouts=self.rollouts,
+            telemetry=self.telemetry,
+            groups=self.groups,
+            pool=self.pool,
+            lengths=self.lengths,
+            evaluator=self.evaluator,
+            training=self.training,
+        )
+
     async def _join_services(self) -> None:
         """Take the instances of all services into use.
 
@@ -296,79 +307,6 @@ class Controller:
             self.hub.refusals.count("not its own", name, f"the instances in its hello: {why}")
             if not await self.trust.exclude(name, f"its list of instances {why}"):
                 raise RunFailed(f"{name} cannot be used, and no other site can generate: its list of instances {why}")
-
-    async def _see_checkpoint(self) -> None:
-        """Wait until this node sees the newest checkpoint, at most for `SEEN_S`; after that `_restore` fails."""
-        deadline, told = time.monotonic() + SEEN_S, False
-        while time.monotonic() < deadline:
-            try:
-                self._to_resume()
-            except RunFailed as error:
-                if not told:
-                    text = "%s; looking for it for %.0f s, as a node may see a new folder of a shared disk later"
-                    log.warning(text, error, SEEN_S)
-                    self.context.say("looking for the newest checkpoint")
-                told = True
-                await asyncio.sleep(LOOK_S)
-            else:
-                return
-
-    def _to_resume(self) -> int:
-        """Return the step of the checkpoint to go back to; 0: the beginning. Raises as `_restore`."""
-        return resume_point(self.context.run_dir, self.ledger.known(), self.config.checkpoint.every)
-
-    def _restore(self) -> None:
-        """Rewind to the newest checkpoint; groups that no step up to it has trained are issued again.
-
-        Raises:
-            RunFailed: the newest checkpoint of the run, or its ledger, is missing or damaged; nothing was rewound.
-            CheckpointsUnseen: nobody may look into their folder.
-        """
-        step = self._to_resume()
-        self.training.resume_at(step, self._restore_state(step) if step else {})
-        self.pool.resume_at(step)
-        metrics = self.telemetry.metrics
-        metrics.rewind(step)
-        self.rollouts.rewind(step + 1)
-        undone = self.ledger.rewind(step + 1)  # last: it must know of the steps that still have files
-        if (known := self.ledger.steps()) != step:
-            log.warning(
-                "%s knows %d of the %d steps of the checkpoint: a part of it is lost, as in a copy without the file "
-                "that ends in -wal; its counts of samples are too small",
-                self.ledger.path,
-                known,
-                step,
-            )
-        self.lengths.restore(self.rollouts.newest(COLUMNS, self.config.ranker.window))
-        # of each row a few numbers: those of a long run, whole, would take gigabytes
-        found = iter_rows(metrics.path, MetricsRow)
-        rows = [(row.step, row.step_time_s, row.step_refused is not None) for row in found]
-        if lost := step - len({known for known, _, _ in rows}):
-            log.warning("%s lacks %d of the %d steps of the checkpoint: these rows are lost", metrics.path, lost, step)
-        self.training.refusals.resume_at(step, sum(refused for _, _, refused in rows))
-        self.evaluator.rewind(step)
-        self.telemetry.resume_at(step, (seconds for _, seconds, _ in rows))
-        text = "resumed after step %d; %d samples of later steps will be trained again, up to %d taken as they are"
-        log.info(text, step, undone, self.ledger.count_kept())
-
-    def _restore_state(self, step: int) -> dict[str, Any]:
-        """Restore the position in the prompts from a checkpoint; return its choice of the schedule ({}: none).
-
-        Raises:
-            RunFailed: the checkpoint is missing or damaged.
-        """
-        folder = self.checkpoints.path(step)
-        self.ledger.found_checkpoint(step)  # which may be newer than known, and damaged: it is given up by its name
-        try:
-            check_files(folder, read_sums(folder), [STATE_FILE])
-            state = json.loads((folder / STATE_FILE).read_bytes())
-            if (saved := state["step"]) != step:
-                raise DamagedFile(f"{STATE_FILE} is of step {saved}")
-            self.groups.restore(state["prompts"])
-            chosen: dict[str, Any] = state.get("schedule", {})  # earlier versions' has none
-        except (FileNotFoundError, ValueError, LookupError, TypeError, AttributeError) as error:
-            raise unreadable(folder, error) from error
-        return chosen
 
     def _new_group(self) -> Group:
         """Issue the next prompt's group."""
