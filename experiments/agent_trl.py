@@ -28,7 +28,7 @@ import click
 import pyarrow.parquet as pq
 from agent_learning import launch, turns_by_step
 from agent_trl_task import SCHEMA, TURNS, Calculator, conversation, reward
-from beside_trl import OURS, Step, TrlProcess, grpo_settings, show_times, step_gate
+from beside_trl import OURS, Step, TrlProcess, grpo_settings, own_step, show_times, step_gate
 from matplotlib.figure import Figure
 from running import RESULTS, Sheet, machine, results_folder, terminal, write_results
 
@@ -91,14 +91,7 @@ def ours(run_dir: Path, steps: int, prompts: int) -> list[Step]:
     for row in read_metrics(run_dir / layout.METRICS)[before:]:
         rows = pq.read_table(run_dir / layout.ROLLOUTS / f"step_{row.step:06d}.parquet", columns=["mask", "reward"])
         sampled = sum(sum(one["mask"]) for one in rows.to_pylist() if one["reward"] is not None)
-        found.append(
-            {
-                "seconds": row.step_time_s,
-                "reward": row.reward_mean,
-                "sampled": sampled / (prompts * SIZE),
-                "turns": turns[row.step]["turns"] - shown,
-            }
-        )
+        found.append(own_step(row) | {"sampled": sampled / (prompts * SIZE), "turns": turns[row.step]["turns"] - shown})
     return found
 
 
@@ -166,7 +159,7 @@ def plain(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
-def tables(blocks: list[dict[str, list[Step]]], dtype: str, prompts: int) -> list[Sheet]:
+def tables(blocks: list[dict[str, list[Step]]], dtype: str, prompts: int, beside: str) -> list[Sheet]:
     """Make the tables."""
     steps = {name: [step for block in blocks for step in block[name]] for name in (OURS, TRL)}
     medians = {name: statistics.median(step["seconds"] for step in steps[name] if step["timed"]) for name in steps}
@@ -194,6 +187,7 @@ def tables(blocks: list[dict[str, list[Step]]], dtype: str, prompts: int) -> lis
         f"{dtype}; samples/s of {OURS} over TRL's: {medians[TRL] / medians[OURS]:.2f}; first steps are not timed",
         "tokens: what was sampled of an episode (TRL counts results of tools in); rewards: of the first and the "
         "last 4 of all steps",
+        *[beside] * bool(beside),
     ]
     return [Sheet(f"Steps of {prompts} prompts x {SIZE} episodes", (*heads, "reward at first", "at last"), rows, notes)]
 
@@ -248,9 +242,7 @@ def main(
         finally:
             if peer is not None:
                 peer.end()
-    sheets = tables(measured, dtype, prompts)
-    if beside:
-        sheets[0].notes.append(beside)
+    sheets = tables(measured, dtype, prompts, beside)
     for sheet in sheets:
         sheet.show(console)
     record = {"machine": machine(), "dtype": dtype, "episodes": prompts * SIZE, "blocks": measured, "beside": beside}

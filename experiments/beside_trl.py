@@ -15,12 +15,20 @@ from rich.console import Console
 if TYPE_CHECKING:  # TRL's own process imports them, not the one that runs StreamRL beside it
     from transformers import TrainerCallback
 
+    from streamrl.run_dir.metrics import MetricsRow
+
 OURS = "StreamRL"
 MEASURED = "MEASURED "
 """Start of a line of TRL's process that holds a step."""
 
 Step = dict[str, float]
 """`seconds` and `reward` of an optimizer step, and whatever else the study compares."""
+
+
+def own_step(row: MetricsRow) -> Step:
+    """Return the seconds and the reward of a step of StreamRL."""
+    assert row.step_time_s is not None and row.reward_mean is not None
+    return {"seconds": row.step_time_s, "reward": row.reward_mean}
 
 
 class TrlProcess:

@@ -75,6 +75,7 @@ def collect(spec: Collection, first: int, last: int, seed: int) -> list[dict[str
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     from vllm import LLM, SamplingParams
+    from vllm.renderers.chat_utils import ChatCompletionMessageParam
 
     config = RunConfig.model_validate(yaml.safe_load((HERE.parent / spec.run).read_text()))
     source = PromptSource(config.tasks, seed)
@@ -100,9 +101,11 @@ def collect(spec: Collection, first: int, last: int, seed: int) -> list[dict[str
             )
             for index in range(begin, begin + len(asked))
         ]
+        chats: list[list[ChatCompletionMessageParam]]
         chats = [[{"role": "user", "content": prompt.text}] for prompt in asked]
         results = llm.chat(chats, settings, use_tqdm=False)
         for index, prompt, result in zip(range(begin, last), asked, results, strict=False):
+            assert result.prompt_token_ids is not None
             for number, completion in enumerate(result.outputs):
                 rows.append(
                     {

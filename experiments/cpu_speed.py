@@ -142,10 +142,11 @@ def training(run: RunConfig, peaks: Peaks, cores: int, steps: int) -> Half:
     counted = runs[1:]
     rates = [one["flops"] / one["passes_s"] / GFLOP for one in counted]
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    row_tokens = sum(one.tokens for one in groups)
     record = {
         "dtype": run.model.dtype,
         "threads": cores,
-        "row_tokens": sum(one.tokens for one in groups),
+        "row_tokens": row_tokens,
         "micro_batches": [sum(one.tokens for one in groups) for groups in micro_batches],
         "first_step": runs[0],
         "steps": counted,
@@ -155,7 +156,7 @@ def training(run: RunConfig, peaks: Peaks, cores: int, steps: int) -> Half:
         "profile_flops": flops,
         "memory_gib": memory,
     }
-    tokens_s = record["row_tokens"] / min(one["passes_s"] for one in counted)
+    tokens_s = row_tokens / min(one["passes_s"] for one in counted)
     rows = [
         [
             str(number + 1),
@@ -180,7 +181,7 @@ def training(run: RunConfig, peaks: Peaks, cores: int, steps: int) -> Half:
         for kind, seconds in sorted(kinds.items(), key=lambda item: -item[1])
     ]
     notes = [
-        f"{record['row_tokens']} tokens of packed rows in micro-batches of {record['micro_batches']}, "
+        f"{row_tokens} tokens of packed rows in micro-batches of {record['micro_batches']}, "
         f"{run.model.dtype}, {cores} threads: at best {tokens_s:.0f} tokens/s; peak memory {memory:.1f} GiB",
         "the first step is not counted: memory is got and kernels are made in it",
     ]

@@ -73,6 +73,7 @@ def measure_decoding(
     import torch
     from torch.profiler import ProfilerActivity, profile
     from vllm import SamplingParams
+    from vllm.inputs import TokensPrompt
     from vllm.v1.engine.llm_engine import LLMEngine
 
     from streamrl.generation.instance import few_rows, native_calls, sampling_vllm
@@ -120,7 +121,7 @@ def measure_decoding(
             params = SamplingParams(
                 temperature=1.0, seed=seed, max_tokens=number + 2, ignore_eos=True, logprobs=0, detokenize=False
             )
-            prompt = {"prompt_token_ids": rng.integers(0, shape.vocabulary, PROMPT).tolist()}
+            prompt = TokensPrompt(prompt_token_ids=rng.integers(0, shape.vocabulary, PROMPT).tolist())
             engine.add_request(f"request-{count}", prompt, params)
         engine.step()  # reads the prompts
         times = []
@@ -196,7 +197,7 @@ def main(dtype: str, model: str) -> None:
         load_run(ROOT / "examples" / "demo.yaml", [f"model.dtype={dtype}", f"model.path={model}"]), cuda=False
     )
     peaks = {"gemm_gflops": gemm_peak(run.model.dtype, 1), "read_gb_s": read_bandwidth(1)}
-    found = measure_decoding(run, **peaks)
+    found = measure_decoding(run, peaks["gemm_gflops"], peaks["read_gb_s"])
     record = {"machine": machine(), "cpu": str(this_cpu()), "peaks": peaks, "decoding": [asdict(one) for one in found]}
     tables = sheets(found, peaks, run.model.dtype)
     tables[0].show(terminal())

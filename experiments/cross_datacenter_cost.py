@@ -163,22 +163,30 @@ class Sweeps:
             self.sheet(
                 *("Bandwidth", "lengths, Gbit/s"),
                 {f"{n}, {x:g}": replace(base, lengths=n, gbit_s=x) for n in lengths for x in gbits},
-                *(BY_SCHEDULE, ratio, h20),
+                BY_SCHEDULE,
+                ratio,
+                h20,
             ),
             self.sheet(
                 *("Delay", "Gbit/s, ms of round trip"),
                 {f"{x:g}, {t:g}": replace(base, gbit_s=x, rtt_ms=t) for x in (base.gbit_s, gbits[-1]) for t in RTT_MS},
-                *(BY_SCHEDULE, ratio, f"{base.lengths}, {h20}"),
+                BY_SCHEDULE,
+                ratio,
+                f"{base.lengths}, {h20}",
             ),
             self.sheet(
                 *("Egress price", "lengths, USD/GB"),
                 {f"{n}, {x:g}": replace(base, lengths=n, egress=x) for n in lengths for x in self.some(EGRESS_USD)},
-                *(LINKS, ratio, f"{base.schedule}, {where}; {by_ratio}"),
+                LINKS,
+                ratio,
+                f"{base.schedule}, {where}; {by_ratio}",
             ),
             self.sheet(
                 *("Pace", "H800 that set it, lengths"),
                 {f"{g}, {n}": replace(base, gpus=g, lengths=n) for g in paces for n in lengths},
-                *(LINKS, ratio, f"{base.schedule}, {where}; {by_ratio}"),
+                LINKS,
+                ratio,
+                f"{base.schedule}, {where}; {by_ratio}",
             ),
             self.sheet(
                 *("Break-even bandwidth, cost at equal pace", "lengths, schedule", cases, LINKS | FREE),
@@ -347,8 +355,10 @@ def draw_curves(found: Sequence[dict[str, Any]], title: str, path: Path) -> None
     """Two rows: cost at equal pace, step for equal money; a column by schedule."""
     figure = Figure(figsize=(12, 7.5), layout="constrained")
     grid = figure.subplots(2, len(SCHEDULES), sharex=True)
-    rows = (("usd", "single_usd", "break_even_usd", "USD per 1,000 samples, equal pace"),)
-    rows += (("step_s", "single_step_s", "break_even_step", "seconds of a step, equal money"),)
+    rows = (
+        ("usd", "single_usd", "break_even_usd", "USD per 1,000 samples, equal pace"),
+        ("step_s", "single_step_s", "break_even_step", "seconds of a step, equal money"),
+    )
     for row, (key, single, even, label) in enumerate(rows):
         for column, schedule in enumerate(SCHEDULES):
             axes: Axes = grid[row][column]

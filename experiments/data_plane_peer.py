@@ -61,7 +61,7 @@ def peer_main(told: dict[str, Any]) -> None:
             return count
 
     remote = ray.remote(num_cpus=0)(Producer)
-    producers = [remote.remote(number) for number in range(instances)]
+    producers: list[Any] = [remote.remote(number) for number in range(instances)]
     ray.get([producer.ready.remote() for producer in producers], timeout=told["limit_s"])
     watched = {
         process: process.name().removeprefix("ray::")

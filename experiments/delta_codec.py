@@ -33,6 +33,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import click
 import numpy as np
@@ -186,7 +187,7 @@ def surroundings() -> str:
 def save(path: Path, on: str, rows: Sequence[Coded], steps: Sequence[Step], live: Live | None = None) -> None:
     """Everything, as JSON."""
     made, real = ([asdict(some) for some in both] for both in (rows, steps))
-    values = {"machine": on, "targets": targets(rows), "made": made, "steps": real}
+    values: dict[str, Any] = {"machine": on, "targets": targets(rows), "made": made, "steps": real}
     values["live"] = asdict(live) if live else None
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(values, indent=1) + "\n")

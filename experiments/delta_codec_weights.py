@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -114,7 +115,8 @@ def tensors_of(folder: Path, dtype: str) -> Tensors:
 
 def words_of(dtype: str) -> type[np.unsignedinteger[Any]]:
     """Unsigned words of its size."""
-    return {1: np.uint8, 2: np.uint16, 4: np.uint32}[getattr(torch, dtype).itemsize]
+    words: dict[int, type[np.unsignedinteger[Any]]] = {1: np.uint8, 2: np.uint16, 4: np.uint32}
+    return words[getattr(torch, dtype).itemsize]
 
 
 def changed(old: Tensors, dtype: str, density: float, rng: np.random.Generator) -> Tensors:
@@ -139,6 +141,12 @@ def sizes(new: Tensors, old: Tensors, dtype: str) -> tuple[float, int, float]:
     return count / sum(len(n.view(word)) for n in new), count, bits / 8
 
 
+def decode(payloads: Tensors, targets: Tensors, dtype: str) -> None:
+    """Decode payloads into tensors, in place."""
+    for payload, target in zip(payloads, targets, strict=True):
+        decode_tensor(payload, target, dtype)
+
+
 def code(new: Tensors, old: Tensors, dtype: str) -> Coded:
     """Codes, decodes, compares bit for bit, and does what peers do."""
     pairs = list(zip(new, old, strict=True))
@@ -147,8 +155,7 @@ def code(new: Tensors, old: Tensors, dtype: str) -> Coded:
     decode_s = math.inf
     for _ in range(REPEATS):
         targets = [tensor.copy() for tensor in old]
-        both = list(zip(payloads, targets, strict=True))
-        seconds, _ = timed(lambda both=both: [decode_tensor(payload, target, dtype) for payload, target in both])
+        seconds, _ = timed(partial(decode, payloads, targets, dtype))
         decode_s = min(decode_s, seconds)
         if not all(map(np.array_equal, targets, new)):
             raise AssertionError("a tensor came back different")

@@ -125,7 +125,10 @@ def case(shape: str, mix: str, instances: int, per_instance: int, slots: int, se
 def grid(console: Console) -> None:
     """All workloads: table, plot, JSON."""
     axes = list(itertools.product(SHAPES, MIXES, INSTANCES, PER_INSTANCE, SLOTS))
-    cases = [case(*axis, seed=number) for number, axis in enumerate(track(axes, "workloads", console=console))]
+    cases = [
+        case(shape, mix, instances, per_instance, slots, seed)
+        for seed, (shape, mix, instances, per_instance, slots) in enumerate(track(axes, "workloads", console=console))
+    ]
     table = Table(
         "policy", "mean", "median", "best", "worst", "worse than least-loaded", title=f"{len(cases)} workloads"
     )

@@ -157,7 +157,9 @@ def sheets(cells: dict[str, dict[str, Figures]], single: dict[str, dict[str, Fig
         single: ours, by the same and the workload's name.
         steps: counted steps of a run.
     """
-    rows, ways, misses = [], [], []
+    rows: list[tuple[str, ...]] = []
+    ways: list[tuple[str, ...]] = []
+    misses: list[tuple[str, ...]] = []
     for family, schedule, quality in itertools.product(FAMILIES, SCHEDULES, QUALITIES):
         case = f"{family}, {schedule}, {quality}"
         if (cell := cells.get(case)) is None:

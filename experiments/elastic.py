@@ -108,7 +108,7 @@ def by_hand(folder: Path, show: Any) -> dict[str, Any]:
     with (folder / "hand.log").open("w") as log:
         process = subprocess.Popen(job.command(folder), cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
     try:
-        said = []
+        said: list[str] = []
         for until, replicas in ((4, 3), (8, 2), (12, None)):
             _wait(run_dir, process, until if not said else _steps(run_dir) + 4, show)
             if replicas is not None:
@@ -200,8 +200,8 @@ def sheets(results: dict[str, Any]) -> list[Sheet]:
         )
         for name, some in (("by the rule", rule), ("by hand, 2 to 3 to 2", hand))
     ]
-    columns = ("run", "steps", "trained", "samples lost", "trained twice", "by instance")
-    return [sheet, Sheet("Every sample", columns, balanced, [_came(one) for one in hand["came"]])]
+    heads = ("run", "steps", "trained", "samples lost", "trained twice", "by instance")
+    return [sheet, Sheet("Every sample", heads, balanced, [_came(one) for one in hand["came"]])]
 
 
 def _came(one: dict[str, Any]) -> str:

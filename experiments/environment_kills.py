@@ -146,7 +146,7 @@ def main(minutes: tuple[float, float], seed: int, runs_dir: Path | None, beside:
             process.terminate()
             process.wait(LIMIT_S)
         found = asdict(audit(read_account(run_dir)))
-        record = {"machine": machine(), "beside": beside, "phases": phases, "audit": found}
+        record: dict[str, Any] = {"machine": machine(), "beside": beside, "phases": phases, "audit": found}
         record["replaced"] = replaced(run_dir)
     for table in (tables := sheets(record)):
         table.show(console)

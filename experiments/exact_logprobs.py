@@ -137,7 +137,8 @@ def gradient(mean: float) -> dict[str, float]:
     exact = -softmax * upstream[:, None]
     exact[rows, targets] = lacking * upstream
 
-    def error(of_weight: torch.Tensor) -> float:
+    def error(of_weight: torch.Tensor | None) -> float:
+        assert of_weight is not None
         return float((of_weight.double() - expected).norm() / expected.norm())
 
     expected = exact.t() @ hidden.double()

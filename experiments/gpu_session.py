@@ -34,6 +34,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -113,7 +114,7 @@ def stages(tiny: bool, model: Path) -> dict[str, Callable[[], Iterator[dict[str,
     contexts = (40, 80) if tiny else (2048, 8192, 32_768)
     return {
         "kit": lambda: kit(tiny),
-        **{f"versus {context}": lambda context=context: versus(context, tiny, model) for context in contexts},
+        **{f"versus {context}": partial(versus, context, tiny, model) for context in contexts},
         "grpo": lambda: grpo(tiny, model),
     }
 
@@ -122,16 +123,8 @@ def shape(tiny: bool) -> Any:
     """Return the shape that is trained."""
     from streamrl.verify.hardware_stages import CPU, GPU
 
-    small = {
-        "layers": 2,
-        "hidden": 64,
-        "heads": 4,
-        "kv_heads": 2,
-        "inner": 128,
-        "vocabulary": 512,
-        "contexts": (40, 80),
-    }
-    return replace(CPU, side=64, megabytes=1, attention=(16, (20, 10)), **small) if tiny else GPU
+    small = replace(CPU, layers=2, hidden=64, heads=4, kv_heads=2, inner=128, vocabulary=512, contexts=(40, 80))
+    return replace(small, side=64, megabytes=1, attention=(16, (20, 10))) if tiny else GPU
 
 
 def kit(tiny: bool) -> Iterator[dict[str, Any]]:

@@ -262,8 +262,9 @@ async def other(connection: Connection, keys: bytes, secret: bytes, addresses: A
                 await relay.fetch(number, content_hash)
             else:
                 await deltas[way].fetch(number, content_hash)
-                assert deltas[way].last is not None
-                received = deltas[way].last.nbytes
+                last = deltas[way].last
+                assert last is not None
+                received = last.nbytes
             cpu = time.process_time() - cpu
             if what == "weights":
                 relay.store.clear()
@@ -365,7 +366,7 @@ def main(turns: int, summary_only: bool) -> None:
         public, secret = zmq.curve_keypair()
         ports = free_ports(6, "127.0.0.1")
         places = [f"tcp://127.0.0.1:{port}" for port in ports]
-        addresses = {False: tuple(places[:3]), True: tuple(places[3:])}
+        addresses: Addresses = {False: (places[0], places[1], places[2]), True: (places[3], places[4], places[5])}
         context = multiprocessing.get_context("spawn")
         near, far = context.Pipe()
         process = context.Process(target=run_other, args=(far, public, secret, addresses), daemon=True)

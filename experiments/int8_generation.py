@@ -176,7 +176,9 @@ def main(repeats: int, samples: int, beside: str) -> None:
             ("Llama of 1.5 B", large_model(Path(folder) / "large", small), 0),
         ):
             steps, found = asyncio.run(study(model, repeats, each))
-            speed[name] = {"steps": steps, "probe": probe_products(model, "bfloat16").speedup}
+            if (probe := probe_products(model, "bfloat16")) is None:
+                raise click.ClickException(f"the products of {name} cannot be measured on this machine")
+            speed[name] = {"steps": steps, "probe": probe.speedup}
             gaps |= found
     rows = [
         [
@@ -204,9 +206,9 @@ def main(repeats: int, samples: int, beside: str) -> None:
         ]
         for kind, one in gaps.items()
     ]
-    heads = ("engine", "tokens", "mean, nats", "largest", "distance before", "after correction", "ESS")
+    figures = ("engine", "tokens", "mean, nats", "largest", "distance before", "after correction", "ESS")
     sheets.append(
-        Sheet("From the trainer's distribution (SmolLM2-135M)", heads, lines, [f"weights are cut at {CLIP:g}"])
+        Sheet("From the trainer's distribution (SmolLM2-135M)", figures, lines, [f"weights are cut at {CLIP:g}"])
     )
     for sheet in sheets:
         sheet.show(terminal())

@@ -13,6 +13,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -60,8 +61,8 @@ def measure(inputs: int, outputs: int) -> list[dict[str, float]]:
 
         seconds = times_of(
             {
-                "float32": lambda given=given: kernels.onednn_mm(plain["f"], given, None),
-                "bfloat16": lambda given=given_half: kernels.onednn_mm(plain["b"], given, None),
+                "float32": partial(kernels.onednn_mm, plain["f"], given, None),
+                "bfloat16": partial(kernels.onednn_mm, plain["b"], given_half, None),
                 "int8": in_8_bits,
             }
         )

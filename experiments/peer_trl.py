@@ -29,7 +29,7 @@ from typing import Any
 
 import click
 import pyarrow.parquet as pq
-from beside_trl import OURS, Step, TrlProcess, grpo_settings, show_times, step_gate
+from beside_trl import OURS, Step, TrlProcess, grpo_settings, own_step, show_times, step_gate
 from bounds import GFLOP, Group, gemm_peak, generating, learning, shape_of
 from running import ROOT, Job, Sheet, machine, results_folder, run_job, terminal, write_results
 
@@ -77,11 +77,12 @@ def ours(config: RunConfig, folder: Path, name: str) -> list[Step]:
     outcome = run_job(job, folder, lambda steps: None, LIMIT_S)
     if outcome.error:
         raise click.ClickException(outcome.error)
-    return [
-        {"seconds": row.step_time_s, "mean_length": row.output_length_mean, "reward": row.reward_mean}
-        | needed(config.model.path, rollouts(folder / name, row.step))
-        for row in outcome.rows[1:]
-    ]
+    found = []
+    for row in outcome.rows[1:]:
+        assert row.output_length_mean is not None
+        operations = needed(config.model.path, rollouts(folder / name, row.step))
+        found.append(own_step(row) | {"mean_length": row.output_length_mean} | operations)
+    return found
 
 
 def rollouts(run_dir: Path, step: int) -> list[Group]:

@@ -44,6 +44,14 @@ class Clusters:
     h800: Device = field(default_factory=lambda: device("H800"))
     h20: Device = field(default_factory=lambda: device("H20"))
 
+    def with_h800(self, gpu: Device) -> Clusters:
+        """Return the same clusters with other GPUs in place of the H800."""
+        return replace(self, h800=gpu)
+
+    def with_h20(self, gpu: Device) -> Clusters:
+        """Return the same clusters with other GPUs in place of the H20."""
+        return replace(self, h20=gpu)
+
     @property
     def one(self) -> Problem:
         return Problem(MODELS["7b"], self.shape, PPO, (offer(self.h800, 32),))
@@ -184,13 +192,13 @@ def sensitivity(say: Callable[[str], None]) -> list[tuple[str, ...]]:
             label = f"{name} (a share: to 1)" if share else name
             rows.append((label, *_with(module, name, raised, base, before)))
             say(name)
-    for key, gpu in (("h800", base.h800), ("h20", base.h20)):
+    for gpu, swap in ((base.h800, base.with_h800), (base.h20, base.with_h20)):
         for name in DEVICE_SOURCES:
             raised = min(getattr(gpu, name) * RAISED, _most(name))
-            add(f"{gpu.name}.{name}", replace(base, **{key: replace(gpu, **{name: raised})}))
+            add(f"{gpu.name}.{name}", swap(replace(gpu, **{name: raised})))
         assert gpu.price is not None
         price = replace(gpu.price, usd_per_hour=RAISED * gpu.price.usd_per_hour)
-        add(f"{gpu.name}.price", replace(base, **{key: replace(gpu, price=price)}))
+        add(f"{gpu.name}.price", swap(replace(gpu, price=price)))
     add("prompt_tokens", replace(base, shape=replace(shape, prompt_tokens=shape.prompt_tokens * RAISED)))
     mean = shape.mean_length
     wider = np.maximum(mean + RAISED * (np.asarray(shape.lengths) - mean), 1.0)

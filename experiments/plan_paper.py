@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,7 @@ CLUSTERS = {"7b": 32, "32b": 128, "72b": 128}
 SCHEDULES: tuple[str, ...] = ("sync", "stream", "one_step_off", "async")
 LABEL = ("model", "H800", "lengths")
 """Columns that say what a row is of."""
-Titled = tuple[str, tuple[str, ...], list[tuple[str, ...]]]
+Titled = tuple[str, tuple[str, ...], Sequence[tuple[str, ...]]]
 """A table: (title, columns, rows)."""
 
 

@@ -151,8 +151,8 @@ def main(counts: str, summary_only: bool) -> None:
     if not summary_only:
         numbers = [int(one) for one in counts.split(",")]
         stops = measure_all(numbers)
-        about = f"{machine()}, load average {os.getloadavg()[1]:.0f}"
-        path.write_text(json.dumps({"machine": about, "counts": numbers, "stops": stops}, indent=1) + "\n")
+        on = f"{machine()}, load average {os.getloadavg()[1]:.0f}"
+        path.write_text(json.dumps({"machine": on, "counts": numbers, "stops": stops}, indent=1) + "\n")
     values = read_record(path, "machine", "counts", "stops")
     made = sheet(values)
     about = (__doc__ or "").partition("A Ray cluster of")

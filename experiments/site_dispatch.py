@@ -19,7 +19,7 @@ import itertools
 import json
 import math
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -173,7 +173,7 @@ class TwoLevels:
         left = {one.group.group_id: len(one.samples) for one in groups}
         at: dict[str, str] = {}
         homes: list[tuple[float, float]] = []
-        done: Counter[str] = Counter()  # site -> when its last sample ended
+        done: dict[str, float] = defaultdict(float)  # site -> when its last sample ended
         issued = closed = 0
 
         def issue(now: float) -> None:
@@ -222,9 +222,10 @@ class TwoLevels:
         groups: Sequence[SimulatedGroup],
         at: dict[str, str],
         homes: list[tuple[float, float]],
-        done: Counter[str],
+        done: dict[str, float],
     ) -> Simulated:
-        tokens, moved = Counter[str](), Counter[str]()
+        tokens: dict[str, float] = defaultdict(float)
+        moved: dict[str, float] = defaultdict(float)
         for one in groups:
             name, length = at[one.group.group_id], sum(sample.length for sample in one.samples)
             tokens[name] += length
@@ -326,7 +327,7 @@ def decision_ms() -> dict[str, float]:
     """CPU time of one decision, by what is known; median."""
     rng = np.random.default_rng(0)
     lengths = np.clip(SHAPES["R1-like"](rng, TIMED_GROUPS), 20, LIMIT)
-    forecasts = {
+    forecasts: dict[str, Sequence[Forecast | None]] = {
         "true lengths": [Forecast.exactly(length) for length in lengths],
         "forecasts": [Forecast(tuple(row)) for row in lengths[:, None] * np.exp(RANKER_NOISE * NORMAL_SCORES)],
         "nothing": [None] * TIMED_GROUPS,

@@ -200,7 +200,8 @@ def count(size: Size, context: int, recomputation: Recomputation, ranks: int = 1
         policy = Policy(in_training(Qwen2ForCausalLM(config), recomputation))
         object.__setattr__(policy, "to", lambda device: policy)  # fake tensors cannot be moved in place
         learner = Learner(policy, 1e-5, run, torch.device("cpu"))
-        batch = replace(packed, **{name: torch.empty(x.shape, dtype=x.dtype) for name, x in packed.tensors.items()})
+        fake: dict[str, Any] = {name: torch.empty(x.shape, dtype=x.dtype) for name, x in packed.tensors.items()}
+        batch = replace(packed, **fake)
         with FlopCounterMode(display=False) as counter:  # it takes some operations apart, so memory is not of this step
             _micro_batch(learner, batch, is_last=True)
         learner.optimizer.step()

@@ -154,7 +154,7 @@ def render(report: dict[str, Any], wanted: Iterable[str]) -> str:
         *(f"#   {name}: {reason}" for name, reason in LEFT_OUT.items()),
     ]
     found = {canonicalize_name(item["metadata"]["name"]): item["metadata"] for item in report["install"]}
-    pins = {name: metadata["version"] for name, metadata in found.items()}
+    pins: dict[str, str] = {name: metadata["version"] for name, metadata in found.items()}
     # on Linux the CPU build of torch has its own version; without the suffix PyPI's CUDA build would match
     pins["torch"] = pins["torch"].split("+")[0] + "+cpu"
     only = markers({name: one.get("requires_dist", []) for name, one in found.items()}, wanted, environment)

@@ -108,7 +108,7 @@ TESTS: dict[str, tuple[str, ...]] = {
 
 They are arguments of pytest, so `--deselect=` takes out what is slow.
 """
-REPLACED = {
+REPLACED: dict[str, dict[str, tuple[str, ...]]] = {
     "ReplaceBinaryOperator": {
         "Add": ("Sub",),
         "Sub": ("Add",),
@@ -176,7 +176,7 @@ def _drop_statement() -> Any:
     import parso.python.tree as tree
     from cosmic_ray.operators.operator import Operator
 
-    class DropStatement(Operator):  # type: ignore[misc]
+    class DropStatement(Operator):
         def mutation_positions(self, node: Any) -> Iterator[tuple[Any, Any]]:
             if node.type == "simple_stmt" and _has_effect(node.children[0].get_code().strip()):
                 yield node.start_pos, node.end_pos

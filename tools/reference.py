@@ -86,7 +86,9 @@ def command_lines() -> Iterator[str]:
         assert command is not None
         context = click.Context(command, info_name=name, parent=group, max_content_width=100, terminal_width=100)
         yield from _command(context, f"streamrl {name}", "##")
-        for part in command.list_commands(context) if isinstance(command, click.Group) else ():
+        if not isinstance(command, click.Group):
+            continue
+        for part in command.list_commands(context):
             below = command.get_command(context, part)
             assert below is not None
             inner = click.Context(below, info_name=part, parent=context, max_content_width=100, terminal_width=100)
@@ -129,7 +131,7 @@ def model_table(model: type[BaseModel]) -> list[str]:
 def _records_below(annotation: Any) -> Iterator[type]:
     """Yield the models and dataclasses that an annotation names."""
     for one in members(annotation):
-        if is_model(one) or is_dataclass(one):
+        if isinstance(one, type) and (is_model(one) or is_dataclass(one)):
             yield one
         for argument in get_args(one):
             yield from _records_below(argument)

@@ -7,7 +7,7 @@ import re
 import textwrap
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeGuard, Union, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -121,7 +121,7 @@ def default_text(info: FieldInfo) -> str:
     return f"`{list(value) if isinstance(value, tuple) else value}`" if value != "" else "`''`"
 
 
-def is_model(annotation: Any) -> bool:
+def is_model(annotation: Any) -> TypeGuard[type[BaseModel]]:
     """Whether an annotation is a pydantic model."""
     return isinstance(annotation, type) and issubclass(annotation, BaseModel)
 

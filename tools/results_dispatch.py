@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from statistics import geometric_mean, median
 from typing import Any
 
@@ -245,8 +246,8 @@ def _many(name: str) -> str:
 
 
 for _name in ("smollm2", "small_reasoner"):
-    named(FIGURES, f"ranker-{_name}-many")(lambda name=_name: _many(name))
-    named(FIGURES, f"ranker-{_name}-new-tasks")(lambda name=_name: _ranked(name, "new_tasks"))
+    named(FIGURES, f"ranker-{_name}-many")(partial(_many, _name))
+    named(FIGURES, f"ranker-{_name}-new-tasks")(partial(_ranked, _name, "new_tasks"))
 
 
 @named(FIGURES, "ranker-smollm2-moved")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -355,7 +356,7 @@ def _async_short() -> str:
 
 
 for _name in ("balanced", "generation"):
-    named(FIGURES, f"schedules-{_name}")(lambda name=_name: _fastest_first(name))
+    named(FIGURES, f"schedules-{_name}")(partial(_fastest_first, _name))
 
 
 @named(FIGURES, "schedules-training")

@@ -24,6 +24,7 @@ import time
 import xml.etree.ElementTree as ET
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -256,8 +257,9 @@ def main() -> int:
         except ValueError as error:
             parser.error(f"--record {error}")
     found = Found()
+    delayed: AbstractContextManager[dict[str, str]] = delaying() if args.delays else contextlib.nullcontext({})
     try:
-        with beside(args.busy), delaying() if args.delays else contextlib.nullcontext({}) as environment:
+        with beside(args.busy), delayed as environment:
             for number in range(1, args.count + 1):
                 began = time.monotonic()
                 found.add(last := run(files, args.workers, number, args.kept, environment))

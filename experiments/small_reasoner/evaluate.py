@@ -106,10 +106,12 @@ def main(model: Path, out: Path, prompts: int, samples: int, seed: int, threads:
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     from vllm import LLM, SamplingParams  # after its environment is set
+    from vllm.renderers.chat_utils import ChatCompletionMessageParam
 
     llm = LLM(str(model), dtype="bfloat16", enforce_eager=True, max_model_len=1024, max_num_seqs=128, seed=0)
     sets = {task: dataset(task, seed, prompts) for task in TASKS}
     asked = [(task, sets[task][index]) for task in TASKS for index in range(prompts)]
+    chats: list[list[ChatCompletionMessageParam]]
     chats = [[{"role": "user", "content": entry["question"]}] for _, entry in asked]
 
     def sample(temperature: float, n: int) -> list[dict[str, Any]]:

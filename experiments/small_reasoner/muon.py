@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import overload
 
 import torch
 
@@ -33,9 +34,17 @@ class Muon(torch.optim.Optimizer):
     def __init__(self, params: Iterable[torch.nn.Parameter], lr: float) -> None:
         super().__init__(params, {"lr": lr})
 
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """One update of every matrix from its gradient."""
+        with torch.enable_grad():
+            loss = None if closure is None else closure()
         for group in self.param_groups:
             by_shape: dict[torch.Size, list[torch.nn.Parameter]] = defaultdict(list)
             for param in group["params"]:
@@ -43,9 +52,11 @@ class Muon(torch.optim.Optimizer):
             for (rows, columns), params in by_shape.items():
                 updates = []
                 for param in params:
+                    assert param.grad is not None
                     buffer = self.state[param].setdefault("momentum", torch.zeros_like(param))
                     buffer.lerp_(param.grad, 1 - MOMENTUM)
                     updates.append(param.grad.lerp(buffer, MOMENTUM))
                 rate = group["lr"] * max(1.0, rows / columns) ** 0.5
                 for param, update in zip(params, orthogonalise(torch.stack(updates)), strict=True):
                     param.mul_(1 - group["lr"] * WEIGHT_DECAY).add_(update, alpha=-rate)
+        return loss
