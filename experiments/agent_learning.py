@@ -13,33 +13,19 @@ from __future__ import annotations
 
 import json
 import statistics
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import click
 import pyarrow.parquet as pq
 from matplotlib.figure import Figure
-from running import HERE, ROOT, Sheet, machine, results_folder, terminal, write_results
+from running import HERE, ROOT, Sheet, launch_or_resume, machine, results_folder, terminal, write_results
 
-from streamrl.config.load import RESOLVED_NAME
 from streamrl.run_dir import layout
 from streamrl.run_dir.metrics import read_metrics
 
 OUT = HERE / "results" / "agent_learning.json"
 RUN_FILE = ROOT / "examples" / "agents" / "try_again.yaml"
-CLUSTER = ROOT / "cluster_configs" / "local.yaml"
-
-
-def launch(run_dir: Path, steps: int, run_file: Path = RUN_FILE) -> None:
-    """Launch a run, or resume it where it was cut short."""
-    command = [sys.executable, "-m", "streamrl.cli.main", "launch", "--plain", "--cluster", str(CLUSTER)]
-    if (run_dir / RESOLVED_NAME).is_file():
-        command += ["--resume", str(run_dir)]
-    else:
-        command += ["--run", str(run_file), "--runs-dir", str(run_dir.parent), "--set", f"name={run_dir.name}"]
-    subprocess.run([*command, "--steps", str(steps)], cwd=ROOT, check=True)
 
 
 def turns_by_step(run_dir: Path) -> dict[int, dict[str, float]]:
@@ -123,7 +109,7 @@ def draw(record: dict[str, Any], path: Path) -> None:
 def main(steps: int, run_dir: Path, beside: str, summary_only: bool) -> None:
     target = results_folder(None, "steps") / OUT.name
     if not summary_only:
-        launch(run_dir, steps)
+        launch_or_resume(run_dir, steps, RUN_FILE)
     record = read(run_dir) | {"beside": beside}
     tables = sheets(record)
     for table in tables:

@@ -20,7 +20,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import torch
 from agent_logprobs_task import TURNS
-from running import HERE, ROOT, Job, Sheet, machine, results_folder, run_job, terminal, write_results
+from running import HERE, LOCAL, Job, Sheet, machine, results_folder, run_job, terminal, write_results
 
 from streamrl.cli.main import error_lines
 from streamrl.machine.model_files import resolve_model
@@ -58,7 +58,7 @@ def play(prompts: int, samples: int) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "run.yaml").write_text(json.dumps(run_config(prompts, samples)))
-        job = Job("agent-logprobs", ROOT / "cluster_configs" / "local.yaml", folder / "run.yaml", 1)
+        job = Job("agent-logprobs", LOCAL, folder / "run.yaml", 1)
         outcome = run_job(job, folder, lambda done: None, LIMIT_S)
         if outcome.error:
             raise click.ClickException(outcome.error)

@@ -21,7 +21,7 @@ from typing import Any
 
 import click
 import pyarrow.parquet as pq
-from running import HERE, ROOT, Job, Sheet, machine, results_folder, run_job, terminal, write_results
+from running import HERE, LOCAL, ROOT, Job, Sheet, machine, results_folder, run_job, terminal, write_results
 
 from streamrl.rollouts.ledger import Ledger
 from streamrl.run_dir import layout
@@ -34,7 +34,7 @@ LIMIT_S = 1500
 
 def play(run_file: Path, steps: int, folder: Path) -> dict[str, Any]:
     """Run a program's training; return what was trained."""
-    job = Job(run_file.stem, ROOT / "cluster_configs" / "local.yaml", run_file, steps)
+    job = Job(run_file.stem, LOCAL, run_file, steps)
     outcome = run_job(job, folder, lambda done: None, LIMIT_S)
     if outcome.error:
         raise click.ClickException(outcome.error)

@@ -26,11 +26,11 @@ from typing import Any
 
 import click
 import pyarrow.parquet as pq
-from agent_learning import launch, turns_by_step
+from agent_learning import turns_by_step
 from agent_trl_task import SCHEMA, TURNS, Calculator, conversation, reward
 from beside_trl import OURS, Step, TrlProcess, grpo_settings, own_step, show_times, step_gate
 from matplotlib.figure import Figure
-from running import RESULTS, Sheet, machine, results_folder, terminal, write_results
+from running import RESULTS, Sheet, launch_or_resume, machine, results_folder, terminal, write_results
 
 from streamrl.cli.main import error_lines
 from streamrl.config.run import RunConfig
@@ -84,7 +84,7 @@ def run_config(model: Path, steps: int, prompts: int) -> RunConfig:
 def ours(run_dir: Path, steps: int, prompts: int) -> list[Step]:
     """Run this system until it has made so many steps in all; return those of this start."""
     before = len(read_metrics(run_dir / layout.METRICS)) if run_dir.exists() else 0
-    launch(run_dir, steps, run_dir.parent / "run.yaml")
+    launch_or_resume(run_dir, steps, run_dir.parent / "run.yaml")
     turns = turns_by_step(run_dir)
     shown = sum(message["role"] == "assistant" for message in conversation(0, 0))
     found: list[Step] = []

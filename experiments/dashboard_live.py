@@ -20,7 +20,7 @@ from typing import Any
 import click
 import psutil
 from playwright.sync_api import Browser, sync_playwright
-from running import HERE, ROOT, Job, Sheet, machine, results_folder, terminal, write_results
+from running import HERE, LOCAL, ROOT, Job, Sheet, machine, results_folder, terminal, wait_for_steps, write_results
 from served_dashboard import served_dashboard
 
 from streamrl.run_dir import layout
@@ -29,7 +29,8 @@ from streamrl.run_dir.metrics import read_metrics
 OUT = HERE / "results" / "dashboard_live.json"
 WARM = 4
 """Steps before the first stretch: kernels are compiled, and step times are measured."""
-DEADLINE_S = 600
+LIMIT_S = 600
+"""For each stretch."""
 
 
 def cpu_s(process: psutil.Process) -> float:
@@ -41,19 +42,6 @@ def browser_cpu_s() -> float:
     """Return the CPU seconds of the browser, which is a descendant of this process."""
     every = psutil.Process().children(recursive=True)
     return sum(sum(one.cpu_times()[:2]) for one in every if "chrom" in one.name())
-
-
-def wait_for_steps(run_dir: Path, steps: int, launched: subprocess.Popen[bytes]) -> None:
-    """Wait until a run has made so many steps.
-
-    Raises:
-        click.ClickException: it has ended before, or takes too long.
-    """
-    deadline = time.monotonic() + DEADLINE_S
-    while len(read_metrics(run_dir / layout.METRICS)) < steps:
-        if launched.poll() is not None or time.monotonic() > deadline:
-            raise click.ClickException(f"the run made less than {steps} steps in {DEADLINE_S} s, or ended")
-        time.sleep(0.2)
 
 
 def watch(browser: Browser, address: str, name: str) -> Any:
@@ -69,14 +57,14 @@ def stretches(
 ) -> tuple[float, list[dict[str, Any]]]:
     """Return the CPU seconds of the first page, and what each stretch of so many steps cost, by turns watched."""
     done, found = WARM, []
-    wait_for_steps(run_dir, done, launched)
+    wait_for_steps(run_dir, done, launched, LIMIT_S)
     before = cpu_s(server)
     watch(browser, address, run_dir.name).close()
     opening = cpu_s(server) - before
     for number in range(4):
         page = watch(browser, address, run_dir.name) if number % 2 else None
         before, browser_before, began = cpu_s(server), browser_cpu_s(), time.monotonic()
-        wait_for_steps(run_dir, done + steps, launched)
+        wait_for_steps(run_dir, done + steps, launched, LIMIT_S)
         lasted = time.monotonic() - began
         used, browsed = cpu_s(server) - before, browser_cpu_s() - browser_before
         rows = read_metrics(run_dir / layout.METRICS)[done : done + steps]
@@ -102,7 +90,7 @@ def main(steps: int) -> None:
     with tempfile.TemporaryDirectory() as name, sync_playwright() as driver:
         folder = Path(name)
         run_file = ROOT / "examples" / "small_reasoner.yaml"
-        job = Job("watched", ROOT / "cluster_configs" / "local.yaml", run_file, WARM + 4 * steps + 2)
+        job = Job("watched", LOCAL, run_file, WARM + 4 * steps + 2)
         log = (folder / "log").open("wb")
         launched = subprocess.Popen(job.command(folder), cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
         run_dir = folder / job.name

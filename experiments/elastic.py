@@ -22,9 +22,8 @@ import signal
 import statistics
 import subprocess
 import sys
-import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,12 +38,14 @@ from running import (
     ROOT,
     Job,
     Sheet,
+    done_steps,
     machine,
     read_record,
     results_folder,
     run_job,
     runs_folder,
     terminal,
+    wait_for_steps,
     write_results,
 )
 
@@ -85,7 +86,7 @@ def write_files(folder: Path, terms: Sequence[int], replicas: int, most: int, **
     return folder / "cluster.yaml", folder / "run.yaml"
 
 
-def by_rule(folder: Path, show: Any) -> dict[str, Any]:
+def by_rule(folder: Path, show: Callable[[int], None]) -> dict[str, Any]:
     """The run in which the rule decides."""
     cluster, run_file = write_files(folder / "files_rule", TERMS, 1, 2)
     outcome = run_job(Job("rule", cluster, run_file, len(TERMS)), folder, show, 3600)
@@ -99,7 +100,7 @@ def by_rule(folder: Path, show: Any) -> dict[str, Any]:
     } | balance(folder / "rule")
 
 
-def by_hand(folder: Path, show: Any) -> dict[str, Any]:
+def by_hand(folder: Path, show: Callable[[int], None]) -> dict[str, Any]:
     """The run in which `streamrl scale` does."""
     terms = [HAND_TERMS] * HAND_STEPS
     cluster, run_file = write_files(folder / "files_hand", terms, 2, 3, elasticity={"enabled": False})
@@ -110,7 +111,7 @@ def by_hand(folder: Path, show: Any) -> dict[str, Any]:
     try:
         said: list[str] = []
         for until, replicas in ((4, 3), (8, 2), (12, None)):
-            _wait(run_dir, process, until if not said else _steps(run_dir) + 4, show)
+            wait_for_steps(run_dir, until if not said else done_steps(run_dir) + 4, process, LIMIT_S, show)
             if replicas is not None:
                 said.append(_scale(run_dir, replicas))
     finally:
@@ -122,20 +123,6 @@ def by_hand(folder: Path, show: Any) -> dict[str, Any]:
         "said": said,
         "came": [one.model_dump() for one in read_status(run_dir).scaling.coming],
     } | balance(run_dir)
-
-
-def _steps(run_dir: Path) -> int:
-    path = run_dir / layout.METRICS
-    return len(read_metrics(path)) if path.is_file() else 0
-
-
-def _wait(run_dir: Path, process: subprocess.Popen[bytes], steps: int, show: Any) -> None:
-    deadline = time.monotonic() + LIMIT_S
-    while _steps(run_dir) < steps:
-        if process.poll() is not None or time.monotonic() > deadline:
-            raise SystemExit(f"by hand: step {steps} did not come; see {run_dir}.log")
-        show(_steps(run_dir))
-        time.sleep(1)
 
 
 def _scale(run_dir: Path, replicas: int) -> str:
@@ -150,7 +137,7 @@ def _scale(run_dir: Path, replicas: int) -> str:
 def balance(run_dir: Path) -> dict[str, Any]:
     """What became of every sample of the steps that are done."""
     ledger = Ledger(run_dir / layout.LEDGER)
-    steps = _steps(run_dir)
+    steps = done_steps(run_dir)
     rows = [row for path in sorted((run_dir / "rollouts").glob("*.parquet")) for row in pq.read_table(path).to_pylist()]
     trained = [row for row in rows if row["t_trained"] is not None]
     ids = Counter(row["sample_id"] for row in trained)

@@ -23,26 +23,32 @@ from typing import Any
 
 import click
 import psutil
-from running import HERE, ROOT, Sheet, machine, results_folder, runs_folder, terminal, write_results
+from running import (
+    HERE,
+    LOCAL,
+    ROOT,
+    Sheet,
+    done_steps,
+    machine,
+    results_folder,
+    runs_folder,
+    terminal,
+    wait_for_steps,
+    write_results,
+)
 
 from streamrl.chaos.audit import audit
 from streamrl.chaos.observation import read_account
 from streamrl.environments.in_venv import environment_main
 from streamrl.run_dir import layout
-from streamrl.run_dir.metrics import read_metrics
 
 OUT = HERE / "results" / "environment_kills.json"
-RUN_FILE, CLUSTER = HERE / "runs" / "environment_kills.yaml", ROOT / "cluster_configs" / "local.yaml"
+RUN_FILE = HERE / "runs" / "environment_kills.yaml"
 RATES = (0.05, 1.0)
 """Share of the processes that is killed in a minute, in each phase."""
 LIMIT_S = 900.0
 """For the run to begin, and to end."""
 MANY_STEPS = 100_000
-
-
-def done_steps(run_dir: Path) -> int:
-    """Return the optimizer steps that a run has recorded."""
-    return len(read_metrics(run_dir / layout.METRICS)) if (run_dir / layout.METRICS).is_file() else 0
 
 
 def environments(launcher: int) -> list[psutil.Process]:
@@ -76,15 +82,6 @@ def kill_for(seconds: float, rate: float, process: subprocess.Popen[bytes], draw
         with contextlib.suppress(psutil.NoSuchProcess):
             draw.choice(environments(process.pid)).kill()
             killed += 1
-
-
-def wait_for_steps(run_dir: Path, count: int, process: subprocess.Popen[bytes]) -> None:
-    """Wait until a run has done so many steps."""
-    deadline = time.monotonic() + LIMIT_S
-    while done_steps(run_dir) < count:
-        if process.poll() is not None or time.monotonic() > deadline:
-            raise SystemExit(f"the run does not get to step {count}: see {run_dir.parent}")
-        time.sleep(0.5)
 
 
 def replaced(run_dir: Path) -> int:
@@ -128,12 +125,12 @@ def main(minutes: tuple[float, float], seed: int, runs_dir: Path | None, beside:
         folder = folder.resolve()
         folder.mkdir(parents=True, exist_ok=True)
         run_dir = folder / "killed"
-        files = ["--cluster", str(CLUSTER), "--run", str(RUN_FILE), "--runs-dir", str(folder), "--set", "name=killed"]
+        files = ["--cluster", str(LOCAL), "--run", str(RUN_FILE), "--runs-dir", str(folder), "--set", "name=killed"]
         command = [sys.executable, "-m", "streamrl.cli.main", "launch", "--plain", "--steps", str(MANY_STEPS), *files]
         with (folder / "killed.log").open("w") as log:
             process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
         try:
-            wait_for_steps(run_dir, 1, process)
+            wait_for_steps(run_dir, 1, process, LIMIT_S)
             for rate, length in zip(RATES, minutes, strict=True):
                 tell.update(f"{100 * rate:g} % of the processes are killed a minute")
                 before, began = done_steps(run_dir), time.monotonic()
@@ -141,7 +138,7 @@ def main(minutes: tuple[float, float], seed: int, runs_dir: Path | None, beside:
                 steps, seconds = done_steps(run_dir) - before, time.monotonic() - began
                 step_s = seconds / max(1, steps)
                 phases.append({"rate": rate, "seconds": seconds, "killed": killed, "steps": steps, "step_s": step_s})
-            wait_for_steps(run_dir, done_steps(run_dir) + 2, process)  # what was open at the last kill
+            wait_for_steps(run_dir, done_steps(run_dir) + 2, process, LIMIT_S)  # what was open at the last kill
         finally:
             process.terminate()
             process.wait(LIMIT_S)

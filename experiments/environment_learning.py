@@ -14,38 +14,23 @@ from __future__ import annotations
 
 import json
 import statistics
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import click
 import pyarrow.parquet as pq
 from matplotlib.figure import Figure
-from running import HERE, ROOT, Sheet, machine, results_folder, terminal, write_results
+from running import HERE, ROOT, Sheet, launch_or_resume, machine, results_folder, terminal, write_results
 
-from streamrl.config.load import RESOLVED_NAME
 from streamrl.run_dir import layout
 from streamrl.run_dir.metrics import read_metrics
 
 OUT = HERE / "results" / "environment_learning.json"
 RUN_FILE = ROOT / "examples" / "environments" / "frozen_lake.yaml"
-CLUSTER = ROOT / "cluster_configs" / "local.yaml"
 NO_MOVE = "There is no action in your answer"
 """What the environment says to an answer without a move."""
 ENDS = 5
 """Steps averaged at each end of a curve."""
-
-
-def launch(run_dir: Path, seed: int, steps: int) -> None:
-    """Launch the run of a seed, or resume it where it was cut short."""
-    command = [sys.executable, "-m", "streamrl.cli.main", "launch", "--plain", "--cluster", str(CLUSTER)]
-    if (run_dir / RESOLVED_NAME).is_file():
-        command += ["--resume", str(run_dir)]
-    else:
-        command += ["--run", str(RUN_FILE), "--runs-dir", str(run_dir.parent)]
-        command += ["--set", f"name={run_dir.name}", "--set", f"seed={seed}"]
-    subprocess.run([*command, "--steps", str(steps)], cwd=ROOT, check=True)
 
 
 def answers(file: Path) -> dict[str, float]:
@@ -110,7 +95,7 @@ def main(seeds: int, steps: int, folder: Path, beside: str, summary_only: bool) 
     folders = {seed: folder.absolute() / f"seed-{seed}" for seed in range(seeds)}
     if not summary_only:
         for seed, run_dir in folders.items():
-            launch(run_dir, seed, steps)
+            launch_or_resume(run_dir, steps, RUN_FILE, f"seed={seed}")
     runs = [read(run_dir, seed, steps) for seed, run_dir in folders.items()]
     record = {"machine": machine(), "run": RUN_FILE.name, "beside": beside, "runs": runs}
     for table in (tables := sheets(record)):

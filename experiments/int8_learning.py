@@ -18,6 +18,7 @@ import click
 from matplotlib.figure import Figure
 from running import (
     HERE,
+    LOCAL,
     ROOT,
     Job,
     Outcome,
@@ -45,7 +46,7 @@ def job(kind: str, seed: int, steps: int) -> Job:
     """Return the run of a kind and seed."""
     changes = (f"seed={seed}", f"generation={{compute: {kind}}}", "model.dtype=bfloat16", ALGORITHM)
     run_file = ROOT / "examples" / "small_reasoner.yaml"
-    return Job(f"{kind}-{seed}", ROOT / "cluster_configs" / "local.yaml", run_file, steps, changes)
+    return Job(f"{kind}-{seed}", LOCAL, run_file, steps, changes)
 
 
 def kept(outcome: Outcome) -> list[dict[str, Any]]:

@@ -24,14 +24,24 @@ from pathlib import Path
 import click
 import psutil
 import pyarrow.parquet as pq
-from running import OUT_HELP, ROOT, Sheet, machine, results_folder, runs_folder, terminal, write_results
+from running import (
+    LOCAL,
+    OUT_HELP,
+    ROOT,
+    Sheet,
+    done_steps,
+    machine,
+    results_folder,
+    runs_folder,
+    terminal,
+    write_results,
+)
 
 from streamrl.rollouts.ledger import Ledger
 from streamrl.run_dir import layout
-from streamrl.run_dir.layout import METRICS
 from streamrl.run_dir.metrics import read_metrics
 
-CLUSTER, RUN_FILE = ROOT / "cluster_configs" / "local.yaml", ROOT / "examples" / "small_reasoner.yaml"
+RUN_FILE = ROOT / "examples" / "small_reasoner.yaml"
 SETS = (
     *("schedule={name: async, max_staleness: 1}", "batch.prompts_per_step=8", "batch.samples_per_prompt=4"),
     *("sampling.max_tokens=320", "checkpoint.every=3"),
@@ -60,7 +70,7 @@ class Outcome:
 def start(folder: Path, name: str, steps: int, resume: bool) -> subprocess.Popen[bytes]:
     """Begins a run, or goes on with it."""
     sets = [word for value in (*SETS, f"name={name}") for word in ("--set", value)]
-    files = ["--cluster", str(CLUSTER), "--run", str(RUN_FILE), "--runs-dir", str(folder), *sets]
+    files = ["--cluster", str(LOCAL), "--run", str(RUN_FILE), "--runs-dir", str(folder), *sets]
     what = ["--resume", str(folder / name)] if resume else files
     command = [sys.executable, "-m", "streamrl.cli.main", "launch", "--plain", "--steps", str(steps), *what]
     log = (folder / f"{name}.log").open("ab")
@@ -76,12 +86,6 @@ def switch_off(process: subprocess.Popen[bytes]) -> None:
                 one.send_signal(number)
     process.wait(30)
     psutil.wait_procs(family, timeout=30)
-
-
-def done_steps(run_dir: Path) -> int:
-    """Optimizer steps that the run has recorded."""
-    path = run_dir / METRICS
-    return len(read_metrics(path)) if path.is_file() else 0
 
 
 def play(folder: Path, name: str, steps: int, kills: int, seed: int, tell: object) -> Outcome:
@@ -113,7 +117,7 @@ def outcome(run_dir: Path, seconds: float, starts: int, at: list[int]) -> Outcom
     trained = [row for row in rows if row["t_trained"] is not None]
     ids = Counter(row["sample_id"] for row in trained)
     ledger = Ledger(run_dir / layout.LEDGER)
-    counts, metrics = ledger.counts(), read_metrics(run_dir / METRICS)
+    counts, metrics = ledger.counts(), read_metrics(run_dir / layout.METRICS)
     agree = ledger.trained_ids() == sorted(ids) and sum(row.samples_total or 0 for row in metrics) == len(trained)
     agree &= [row.step for row in metrics] == list(range(1, len(metrics) + 1))
     twice = sum(count - 1 for count in ids.values())

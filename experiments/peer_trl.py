@@ -31,7 +31,7 @@ import click
 import pyarrow.parquet as pq
 from beside_trl import OURS, Step, TrlProcess, grpo_settings, own_step, show_times, step_gate
 from bounds import GFLOP, Group, gemm_peak, generating, learning, shape_of
-from running import ROOT, Job, Sheet, machine, results_folder, run_job, terminal, write_results
+from running import LOCAL, Job, Sheet, machine, results_folder, run_job, terminal, write_results
 
 from streamrl.cli.main import error_lines
 from streamrl.config.run import RunConfig
@@ -73,7 +73,7 @@ def ours(config: RunConfig, folder: Path, name: str) -> list[Step]:
     """Runs this system; its steps but the first."""
     run_file = folder / f"{name}.yaml"
     run_file.write_text(json.dumps(config.model_dump(mode="json")))
-    job = Job(name, ROOT / "cluster_configs" / "local.yaml", run_file, config.steps)
+    job = Job(name, LOCAL, run_file, config.steps)
     outcome = run_job(job, folder, lambda steps: None, LIMIT_S)
     if outcome.error:
         raise click.ClickException(outcome.error)

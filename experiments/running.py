@@ -29,6 +29,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
+from streamrl.config.load import RESOLVED_NAME
 from streamrl.given_options import given_options
 from streamrl.run_dir import layout
 from streamrl.run_dir.metrics import MetricsRow, read_metrics
@@ -36,12 +37,16 @@ from streamrl.run_dir.metrics import MetricsRow, read_metrics
 HERE = Path(__file__).parent.resolve()
 ROOT = HERE.parent
 RESULTS = HERE / "results"
+LOCAL = ROOT / "cluster_configs" / "local.yaml"
+"""The cluster file of a run on this machine."""
 OUT_HELP = "Where results go (default: experiments/results; with options that change the study, the current folder)."
 POLL_S = 2.0
+WAIT_S = 0.2
+"""Between two looks at the steps of a run that a study waits for."""
 STOP_S = 20.0
+"""For a run to end its processes when it is told to."""
 LIMIT_S = 3600
 """Seconds of each run of `run_all`."""
-"""For a run to end its processes when it is told to."""
 START_S = 40.0
 """A run needs before its first step and after its last (vLLM, torch), on two cores; for estimates."""
 LAST_LINES, LAST_CHARACTERS = 6, 600
@@ -125,7 +130,7 @@ def run_job(job: Job, folder: Path, on_step: Callable[[int], None], limit_s: flo
         try:
             while process.poll() is None and not late:
                 time.sleep(POLL_S)
-                on_step(_lines(run_dir / layout.METRICS))
+                on_step(done_steps(run_dir))
                 late = time.monotonic() - began > limit_s
         finally:
             _end(process)
@@ -138,8 +143,59 @@ def run_job(job: Job, folder: Path, on_step: Callable[[int], None], limit_s: flo
     return Outcome(rows, seconds, None)
 
 
-def _lines(path: Path) -> int:
+def done_steps(run_dir: Path) -> int:
+    """Return the optimizer steps that a run has recorded."""
+    path = run_dir / layout.METRICS
     return path.read_bytes().count(b"\n") if path.is_file() else 0
+
+
+def wait_for_steps(
+    run_dir: Path,
+    steps: int,
+    process: subprocess.Popen[bytes],
+    limit_s: float,
+    on_step: Callable[[int], object] = lambda done: None,
+) -> None:
+    """Wait until a run has recorded so many steps.
+
+    Args:
+        run_dir: its folder.
+        steps: how many.
+        process: its launcher.
+        limit_s: longest wait.
+        on_step: is told how many steps are done, again and again.
+
+    Raises:
+        ClickException: it has ended before, or takes too long.
+    """
+    deadline = time.monotonic() + limit_s
+    while (done := done_steps(run_dir)) < steps:
+        if process.poll() is not None or time.monotonic() > deadline:
+            why = "took too long" if process.poll() is None else "ended"
+            raise click.ClickException(f"the run {why} at step {done}, before step {steps}: see {run_dir.parent}")
+        on_step(done)
+        time.sleep(WAIT_S)
+
+
+def launch_or_resume(run_dir: Path, steps: int, run_file: Path, *overrides: str) -> None:
+    """Launch a run on this machine, or resume it where it was cut short; wait for its end.
+
+    Args:
+        run_dir: the run's folder.
+        steps: all of the run's, with those that are done.
+        run_file: of a new run.
+        overrides: `--set` values of a new run.
+
+    Raises:
+        CalledProcessError: it failed.
+    """
+    command = [sys.executable, "-m", "streamrl.cli.main", "launch", "--plain", "--cluster", str(LOCAL)]
+    if (run_dir / RESOLVED_NAME).is_file():
+        command += ["--resume", str(run_dir)]
+    else:
+        command += ["--run", str(run_file), "--runs-dir", str(run_dir.parent)]
+        command += [word for value in (f"name={run_dir.name}", *overrides) for word in ("--set", value)]
+    subprocess.run([*command, "--steps", str(steps)], cwd=ROOT, check=True)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

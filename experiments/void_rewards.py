@@ -31,6 +31,7 @@ import reasoning_gym
 import yaml
 from matplotlib.figure import Figure
 from running import (
+    LOCAL,
     OUT_HELP,
     ROOT,
     Job,
@@ -47,7 +48,6 @@ from running import (
 from streamrl.run_dir import layout
 
 RUN_FILE = ROOT / "examples" / "smollm2_easy.yaml"
-CLUSTER = ROOT / "cluster_configs" / "local.yaml"
 UNDISTURBED = "undisturbed"
 ARMS = {UNDISTURBED: (0, 1, 2), "killed_15": (0,), "killed_5": (0,)}
 """Function of dying_rewards.py -> seeds."""
@@ -87,7 +87,7 @@ def jobs_of(questions: Path) -> dict[Job, tuple[str, int]]:
         reward = f"experiments.dying_rewards:{arm}"
         task = f"tasks=[{{kind: file, name: chain_sum, path: {questions}, reward: '{reward}'}}]"
         for seed in seeds:
-            found[Job(f"{arm}-{seed}", CLUSTER, RUN_FILE, STEPS, (*COMMON, task, f"seed={seed}"))] = arm, seed
+            found[Job(f"{arm}-{seed}", LOCAL, RUN_FILE, STEPS, (*COMMON, task, f"seed={seed}"))] = arm, seed
     return found
 
 
