@@ -35,7 +35,7 @@ import click
 import httpx2
 import numpy as np
 import uvicorn
-from running import HERE, ROOT, Sheet, machine, results_folder, terminal, write_results
+from running import RESULTS, ROOT, Sheet, machine, results_folder, terminal, write_results
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse
@@ -49,7 +49,7 @@ from streamrl.config.run import RunConfig
 from streamrl.config.tasks import AgentTask
 from streamrl.machine.model_files import resolve_model
 
-OUT = HERE / "results" / "agent_endpoint.json"
+OUT = RESULTS / "agent_endpoint.json"
 ANSWER = "The next guess is 42, since the number is higher than 31."
 
 

@@ -19,12 +19,12 @@ from typing import Any
 import click
 import pyarrow.parquet as pq
 from matplotlib.figure import Figure
-from running import HERE, ROOT, Sheet, launch_or_resume, machine, results_folder, terminal, write_results
+from running import RESULTS, ROOT, Sheet, launch_or_resume, machine, results_folder, terminal, write_results
 
 from streamrl.run_dir import layout
 from streamrl.run_dir.metrics import read_metrics
 
-OUT = HERE / "results" / "agent_learning.json"
+OUT = RESULTS / "agent_learning.json"
 RUN_FILE = ROOT / "examples" / "agents" / "try_again.yaml"
 
 

@@ -20,7 +20,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import torch
 from agent_logprobs_task import TURNS
-from running import HERE, LOCAL, Job, Sheet, machine, results_folder, run_job, terminal, write_results
+from running import LOCAL, RESULTS, Job, Sheet, machine, results_folder, run_job, terminal, write_results
 
 from streamrl.cli.main import error_lines
 from streamrl.machine.model_files import resolve_model
@@ -29,7 +29,7 @@ from streamrl.run_dir import layout
 from streamrl.training.packing import pack
 from streamrl.training.policy_model import load_policy
 
-OUT = HERE / "results" / "agent_logprobs.json"
+OUT = RESULTS / "agent_logprobs.json"
 COLUMNS = ["prompt_tokens", "completion_tokens", "logprobs", "mask"]
 LIMIT_S = 900
 AIM = 1e-5

@@ -21,12 +21,12 @@ from typing import Any
 
 import click
 import pyarrow.parquet as pq
-from running import HERE, LOCAL, ROOT, Job, Sheet, machine, results_folder, run_job, terminal, write_results
+from running import LOCAL, RESULTS, ROOT, Job, Sheet, machine, results_folder, run_job, terminal, write_results
 
 from streamrl.rollouts.ledger import Ledger
 from streamrl.run_dir import layout
 
-OUT = HERE / "results" / "agent_programs.json"
+OUT = RESULTS / "agent_programs.json"
 PROGRAMS = {"LangGraph": "calculator_langgraph.yaml", "openai": "guess_number_openai.yaml"}
 COLUMNS = ["trajectory_id", "reward", "mask", "conversation", "t_trained"]
 LIMIT_S = 1500

@@ -19,14 +19,14 @@ import click
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from running import results_folder
+from running import RESULTS, results_folder
 
 from streamrl.agents.rendering import ChatRenderer
 from streamrl.cli.main import error_lines
 from streamrl.machine.model_files import resolve_model
 from tests.agents.random_sessions import SYSTEM, play, same_rows
 
-OUT = Path(__file__).parent / "results" / "agent_tokens.json"
+OUT = RESULTS / "agent_tokens.json"
 
 
 @click.command()

@@ -22,14 +22,13 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import click
 import numpy as np
 from dispatch_workloads import QUALITIES, REQUESTS, SIBLINGS, Workload, made_up, recorded, step
 from rich.progress import track
-from running import Sheet, machine, results_folder, terminal, write_results
+from running import RESULTS, Sheet, machine, results_folder, terminal, write_results
 
 from scheduler.dispatch.baselines import LeastLoaded
 from scheduler.dispatch.policy import Assignment, DispatchPolicy, Request, TokenProgress
@@ -40,7 +39,7 @@ from scheduler.simulation.generation_simulator import SimulatedRequest
 from scheduler.simulation.pipeline import Pipeline, PipelineOutcome
 from scheduler.simulation.stages import Stages
 
-OUT = Path(__file__).parent / "results" / "async_policies.json"
+OUT = RESULTS / "async_policies.json"
 SHAPES = ("log-normal 1.0", "R1-like", "small_reasoner", "smollm2")
 BATCH = REQUESTS // SIBLINGS
 TRAINERS = {"fast": 4.0, "balanced": 1.0, "slow": 0.5}

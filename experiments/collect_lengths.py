@@ -27,13 +27,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import yaml
 from rich.console import Console
+from running import HERE, ROOT
 
 from streamrl.cli.main import error_lines
 from streamrl.config.run import RunConfig
 from streamrl.machine.model_files import resolve_model
 from streamrl.tasks.source import PromptSource
 
-HERE = Path(__file__).parent
 DATA = HERE / "data"
 SCHEMA = pa.schema(
     [
@@ -77,7 +77,7 @@ def collect(spec: Collection, first: int, last: int, seed: int) -> list[dict[str
     from vllm import LLM, SamplingParams
     from vllm.renderers.chat_utils import ChatCompletionMessageParam
 
-    config = RunConfig.model_validate(yaml.safe_load((HERE.parent / spec.run).read_text()))
+    config = RunConfig.model_validate(yaml.safe_load((ROOT / spec.run).read_text()))
     source = PromptSource(config.tasks, seed)
     llm = LLM(
         resolve_model(config.model.path),

@@ -22,6 +22,7 @@ import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 from playwright.sync_api import Browser, sync_playwright
+from running import RESULTS
 from served_dashboard import served_dashboard
 
 from streamrl.rollouts.rollout_store import SCHEMA
@@ -29,8 +30,6 @@ from streamrl.run_dir.jsonl import RowWriter
 from streamrl.run_dir.metrics import MetricsRow
 from streamrl.run_dir.trace import TraceWriter
 
-ROOT = Path(__file__).parents[1]
-RESULTS = ROOT / "experiments" / "results"
 STEPS, SAMPLES_PER_STEP = 100, 1_000
 REPEATS = 5
 WATCHED_S = 30.0

@@ -20,13 +20,24 @@ from typing import Any
 import click
 import psutil
 from playwright.sync_api import Browser, sync_playwright
-from running import HERE, LOCAL, ROOT, Job, Sheet, machine, results_folder, terminal, wait_for_steps, write_results
+from running import (
+    LOCAL,
+    RESULTS,
+    ROOT,
+    Job,
+    Sheet,
+    machine,
+    results_folder,
+    terminal,
+    wait_for_steps,
+    write_results,
+)
 from served_dashboard import served_dashboard
 
 from streamrl.run_dir import layout
 from streamrl.run_dir.metrics import read_metrics
 
-OUT = HERE / "results" / "dashboard_live.json"
+OUT = RESULTS / "dashboard_live.json"
 WARM = 4
 """Steps before the first stretch: kernels are compiled, and step times are measured."""
 LIMIT_S = 600

@@ -25,12 +25,12 @@ from data_plane_roles import (
     service,
     trainer,
 )
-from running import HERE
+from running import RESULTS
 
 from streamrl.generation.site.uplink import Uplink
 from streamrl.runtime.interfaces import free_ports
 
-OUT = HERE / "results"
+OUT = RESULTS
 RATE = 50_000 / 60
 """Samples per second that are asked of it."""
 WARM_S = 3.0

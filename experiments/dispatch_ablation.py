@@ -32,7 +32,6 @@ import multiprocessing
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -54,7 +53,7 @@ from dispatch_workloads import (
     step,
 )
 from rich.progress import track
-from running import Sheet, machine, terminal, write_results
+from running import RESULTS, Sheet, machine, terminal, write_results
 
 from scheduler.cost import expected_time
 from scheduler.cost.decode import PAPER_7B_H800, QWEN_7B, StepCurve, roofline
@@ -69,7 +68,7 @@ from scheduler.dispatch.registry import make_policy
 from scheduler.simulation.generation_simulator import SimulatedInstance, SimulatedRequest
 from scheduler.simulation.saving import waited
 
-OUT = Path(__file__).parent / "results" / "dispatch_ablation.json"
+OUT = RESULTS / "dispatch_ablation.json"
 IDLE = 0.002
 """Share by which a mean must rise for a part to count."""
 Workload = tuple[list[SimulatedRequest], list[SimulatedInstance], DispatchObjective]

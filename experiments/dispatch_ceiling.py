@@ -13,12 +13,11 @@ the share of the oracle's saving, and says little where the oracle saves next to
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import click
 import numpy as np
 from rich.progress import track
-from running import Sheet, machine, results_folder, terminal, write_results
+from running import HERE, RESULTS, Sheet, machine, results_folder, terminal, write_results
 
 from ranker.data import Rollouts, read_rollouts
 from ranker.segments import Array
@@ -28,8 +27,7 @@ from scheduler.cost.length_forecast import Forecast
 from scheduler.simulation.generation_simulator import SimulatedInstance, SimulatedRequest
 from scheduler.simulation.saving import Replay, Saving
 
-HERE = Path(__file__).parent
-DATA, OUT = HERE / "data" / "small_reasoner.parquet", HERE / "results" / "dispatch_ceiling.json"
+DATA, OUT = HERE / "data" / "small_reasoner.parquet", RESULTS / "dispatch_ceiling.json"
 MANY, ISSUED = 32, 8
 """Samples of a prompt, and how many of them are a batch's."""
 LEVELS = np.linspace(0.02, 0.98, 25)

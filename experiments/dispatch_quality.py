@@ -29,7 +29,6 @@ import json
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import click
@@ -48,7 +47,7 @@ from dispatch_workloads import (
     step,
 )
 from rich.progress import track
-from running import Sheet, machine, results_folder, terminal, write_results
+from running import RESULTS, Sheet, machine, results_folder, terminal, write_results
 
 from scheduler.cost.recalibration import Recalibration
 from scheduler.dispatch.dispatch_objective import DispatchObjective, Streamed
@@ -57,7 +56,7 @@ from scheduler.dispatch.registry import make_policy
 from scheduler.simulation.generation_simulator import Outcome, SimulatedRequest, simulate
 from scheduler.simulation.saving import RESAMPLES, resampled
 
-OUT = Path(__file__).parent / "results" / "dispatch_quality.json"
+OUT = RESULTS / "dispatch_quality.json"
 SCHEDULES = ("sync", "one_step_off", "stream")
 OTHERS = ("longest-first", "algorithm2", "algorithm2-max")
 OURS, CORRECTED, BLINDLY = "ours", "corrected", "blindly"

@@ -26,6 +26,7 @@ import psutil
 from running import (
     HERE,
     LOCAL,
+    RESULTS,
     ROOT,
     Sheet,
     done_steps,
@@ -42,7 +43,7 @@ from streamrl.chaos.observation import read_account
 from streamrl.environments.in_venv import environment_main
 from streamrl.run_dir import layout
 
-OUT = HERE / "results" / "environment_kills.json"
+OUT = RESULTS / "environment_kills.json"
 RUN_FILE = HERE / "runs" / "environment_kills.yaml"
 RATES = (0.05, 1.0)
 """Share of the processes that is killed in a minute, in each phase."""

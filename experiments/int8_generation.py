@@ -29,7 +29,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import click
 import numpy as np
 import torch
-from running import HERE, Sheet, machine, results_folder, terminal, write_results
+from running import RESULTS, Sheet, machine, results_folder, terminal, write_results
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from streamrl.cli.main import error_lines
@@ -46,7 +46,7 @@ from streamrl.rollouts.types import Sample, SampleRequest
 from streamrl.training.packing import pack
 from streamrl.training.policy_model import load_policy
 
-OUT = HERE / "results" / "int8_generation.json"
+OUT = RESULTS / "int8_generation.json"
 KINDS = ("same", "int8")
 BATCHES = (1, 8, 64)
 FEW, MANY = 2, 18

@@ -17,8 +17,8 @@ from typing import Any
 import click
 from matplotlib.figure import Figure
 from running import (
-    HERE,
     LOCAL,
+    RESULTS,
     ROOT,
     Job,
     Outcome,
@@ -32,7 +32,7 @@ from running import (
     write_results,
 )
 
-OUT = HERE / "results" / "int8_learning.json"
+OUT = RESULTS / "int8_learning.json"
 KINDS = ("same", "int8")
 NAMES = {"same": "bf16", "int8": "int8"}
 COLORS = {"same": "tab:blue", "int8": "tab:orange"}

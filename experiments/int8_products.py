@@ -14,14 +14,13 @@ import statistics
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 import torch
 import vllm._C  # noqa: F401  registers the kernels
-from running import Sheet, machine, terminal, write_results
+from running import RESULTS, Sheet, machine, terminal, write_results
 from vllm import _custom_ops as kernels
 
-OUT = Path(__file__).parent / "results" / "int8_products.json"
+OUT = RESULTS / "int8_products.json"
 SHAPES = ((576, 1536), (1536, 576), (1536, 8960), (8960, 1536))
 ROWS = (1, 4, 16, 64, 256)
 REPEATS = 30

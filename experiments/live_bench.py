@@ -10,10 +10,10 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Protocol
 
 import yaml
+from running import ROOT
 
 from ranker.model import LengthModel
 from scheduler.cost.decode import StepCurve
@@ -37,7 +37,6 @@ from streamrl.protocol.site_instance import GenerateSample
 from streamrl.rollouts.types import Group, PartialSample, Sample, SampleRequest
 from streamrl.tasks.source import PromptSource
 
-HERE = Path(__file__).parent
 PROMPT_SEED = 1007
 """Not the one of the data sets: the ranker has not seen these prompts."""
 CALIBRATION_S = 120.0
@@ -274,7 +273,7 @@ class Bench:
         from streamrl.generation.instance.engine import Engine
 
         self.workload = workload
-        values = yaml.safe_load((HERE.parent / workload.run).read_text())
+        values = yaml.safe_load((ROOT / workload.run).read_text())
         values["sampling"]["max_tokens"] = workload.cap
         values["batch"] = {"prompts_per_step": workload.prompts, "samples_per_prompt": workload.samples}
         values["model"]["max_context"] = max(workload.cap + 384, int(values["model"]["max_context"]))

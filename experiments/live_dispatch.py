@@ -28,7 +28,7 @@ import matplotlib.pyplot as plt
 from live_bench import WORKLOADS, Bench, LiveWorkload, Played
 from rich.console import Console
 from rich.table import Table
-from running import OUT_HELP, results_folder
+from running import HERE, OUT_HELP, RESULTS, results_folder
 
 from ranker.data import read_rollouts
 from ranker.model import LengthModel
@@ -37,8 +37,7 @@ from scheduler.cost.length_forecast import Forecast
 from streamrl.cli.main import error_lines
 from streamrl.runtime.process_plan import PASSIVE_WAITING
 
-HERE = Path(__file__).parent
-OUT = HERE / "results" / "live_dispatch"
+OUT = RESULTS / "live_dispatch"
 CLOSE = 0.03
 """Policies whose measured times differ by less are not expected to be simulated in that order."""
 

@@ -15,13 +15,12 @@ import itertools
 import os
 import statistics
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import click
 from live_bench import WORKLOADS, Bench, LiveWorkload, Played
 from live_dispatch import CLOSE
 from rich.console import Console
-from running import Sheet, machine, results_folder, terminal, write_results
+from running import HERE, RESULTS, Sheet, machine, results_folder, terminal, write_results
 
 from ranker.data import read_rollouts
 from ranker.model import LengthModel
@@ -32,8 +31,7 @@ from scheduler.schedule.schedules import make_schedule
 from streamrl.cli.main import error_lines
 from streamrl.runtime.process_plan import PASSIVE_WAITING
 
-HERE = Path(__file__).parent
-OUT = HERE / "results" / "live_schedules.json"
+OUT = RESULTS / "live_schedules.json"
 CHOSEN = ("small reasoner, 48 x 4", "small reasoner, 64 x 8", "SmolLM2, 24 x 4, caps 16")
 STEPS = {"stream": 2, "async": 4}
 POLICIES = ("round-robin", "least-loaded", "longest-first", "algorithm2", "skew-aware")

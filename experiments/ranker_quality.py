@@ -28,7 +28,7 @@ from typing import Any
 
 import click
 import numpy as np
-from running import HERE, Sheet, machine, shown, terminal, write_results
+from running import HERE, RESULTS, Sheet, machine, shown, terminal, write_results
 
 from ranker.data import Rollouts, read_rollouts
 from ranker.evaluate import IN_WORDS, baselines
@@ -54,7 +54,7 @@ def main(names: tuple[str, ...]) -> None:
         values, sheets = measure(name, read_rollouts([HERE / "data" / f"{name}.parquet"]))
         for sheet in sheets:
             sheet.show(console)
-        out = HERE / "results" / f"ranker_{name}.json"
+        out = RESULTS / f"ranker_{name}.json"
         write_results(out, {"machine": machine()} | values, f"Ranking and foretelling lengths: {name}", sheets)
         console.print(f"written to {out} and .md beside", highlight=False)
 

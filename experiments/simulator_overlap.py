@@ -19,13 +19,13 @@ from typing import Any
 
 import click
 import pyarrow.parquet as pq
-from running import HERE, Job, Sheet, machine, results_folder, run_job, runs_folder, terminal, write_results
+from running import HERE, RESULTS, Job, Sheet, machine, results_folder, run_job, runs_folder, terminal, write_results
 
 from streamrl.controller.environment_time import environment_time
 from streamrl.rollouts.trajectory import EpisodeStep
 from streamrl.run_dir import layout
 
-OUT = HERE / "results" / "simulator_overlap.json"
+OUT = RESULTS / "simulator_overlap.json"
 RUN_FILE, CLUSTER = HERE / "runs" / "simulator.yaml", HERE / "clusters" / "simulator.yaml"
 TASK = {"kind": "agent", "name": "walker", "max_turns": 6}
 INSIDE = {**TASK, "run": "experiments.simulator_agent:run", "items": "experiments.simulator_agent:item"}

@@ -30,7 +30,7 @@ import numpy as np
 from dispatch_policies import LIMIT, RANKER_NOISE, SHAPES
 from matplotlib.figure import Figure
 from rich.progress import track
-from running import ROOT, Sheet, machine, terminal
+from running import RESULTS, ROOT, Sheet, machine, terminal
 
 from scheduler.cost.decode import QWEN_7B, roofline
 from scheduler.cost.hardware import device
@@ -40,7 +40,7 @@ from scheduler.simulation.generation_simulator import SimulatedInstance, Simulat
 from scheduler.sites.site_candidates import SiteLoad
 from scheduler.sites.site_dispatch import SiteDispatch, SiteGroup
 
-OUT = Path(__file__).parent / "results"
+OUT = RESULTS
 SIBLINGS, PROMPT_TOKENS = 8, 400
 BYTES_PER_TOKEN = 12.0
 """A token id and two log-probabilities."""

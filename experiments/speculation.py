@@ -25,6 +25,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import numpy as np
 import psutil
 import reasoning_gym
+from running import HERE, RESULTS
 
 from scheduler.cost.decode import StepCurve, replica_time
 from scheduler.cost.speculative_decoding import Speculation, speculated
@@ -35,9 +36,7 @@ from streamrl.generation.instance.calibration import measure_quickly
 from streamrl.generation.instance.engine import Engine
 from streamrl.rollouts.types import Sample, SampleRequest
 
-ROOT = Path(__file__).parents[1]
-MODEL = ROOT / "experiments" / "small_reasoner" / "model"
-RESULTS = ROOT / "experiments" / "results"
+MODEL = HERE / "small_reasoner" / "model"
 CONTEXT, MOST, SLOTS = 768, 640, 64
 TEACH_S = 0.25
 LONG = [
