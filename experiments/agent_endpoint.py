@@ -1,4 +1,4 @@
-"""What the endpoint of agents adds to a model call: time per call with many sessions at once, and CPU time.
+"""Measure what the endpoint of agents adds to a model call: time with many sessions at once, and CPU time.
 
     .venv/bin/python experiments/agent_endpoint.py                       # 128 sessions, half a minute
     .venv/bin/python experiments/agent_endpoint.py --sessions 16 --turns 20

@@ -1,5 +1,4 @@
-"""Plays random agent sessions with a real model's tokenizer and compares every token with an independent
-reconstruction.
+"""Play random agent sessions with a real model's tokenizer; compare every token with an independent reconstruction.
 
     .venv/bin/python experiments/agent_tokens.py                  # 10,000 sessions of SmolLM2, 4 minutes of a core
     .venv/bin/python experiments/agent_tokens.py --sessions 500

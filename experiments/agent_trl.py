@@ -1,4 +1,4 @@
-"""The same tool task in TRL (GRPOTrainer with `environment_factory`) and here: samples per second, and rewards.
+"""Compare a tool task with the same in TRL (GRPOTrainer, `environment_factory`): samples per second, and rewards.
 
     .venv/bin/pip install --no-deps trl==1.16.0     # in locks/cpu.txt already
     .venv/bin/python experiments/agent_trl.py       # a quarter of an hour, on a machine that does nothing else

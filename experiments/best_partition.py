@@ -1,4 +1,4 @@
-"""The best cut of known lengths into one stretch per instance: a slow reference for plans."""
+"""Find the best partition of known lengths into one stretch per instance: a slow reference for plans."""
 
 from __future__ import annotations
 

@@ -26,17 +26,17 @@ TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def like_a_trainer() -> None:
-    """Starts this script again with the environment that `streamrl launch` gives a trainer, unless it has it."""
+    """Start this script again with the environment that `streamrl launch` gives a trainer, unless it has it."""
     restart_with(PASSIVE_WAITING | KEPT_HEAP)
 
 
 def like_an_instance() -> None:
-    """Starts this script again with the environment of an instance of one thread, unless it has it."""
+    """Start this script again with the environment of an instance of one thread, unless it has it."""
     restart_with(PASSIVE_WAITING | KEPT_HEAP | ONE_BLAS_THREAD | {"OMP_NUM_THREADS": "1"})
 
 
 def restart_with(wanted: Mapping[str, str]) -> None:
-    """Replaces this process by one of the same script with these variables, unless it has them: glibc and OpenMP read
+    """Replace this process by one of the same script with these variables, unless it has them: glibc and OpenMP read
     theirs when a process starts."""
     if any(os.environ.get(name) != value for name, value in wanted.items()):
         sys.stdout.flush()
@@ -52,7 +52,7 @@ def result_name(study: str, dtype: str) -> str:
 
 @contextlib.contextmanager
 def threads(count: int) -> Iterator[None]:
-    """Lets torch compute on so many threads."""
+    """Let torch compute on so many threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:

@@ -1,5 +1,5 @@
-"""Break-even of a second site: the cheapest plan that keeps up with a given pace, and the value of an input from which
-one placement beats another. Pure.
+"""Find when a second site pays: the cheapest plan that keeps up with a given pace, and the value of an input from
+which one placement beats another. Pure.
 
 `plans` finds the fewest USD per sample however long a step takes, or the shortest step whatever it costs. Neither
 compares placements: a plan that may be slow hardly notices a link. So here a step's duration is limited, and

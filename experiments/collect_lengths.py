@@ -69,7 +69,7 @@ SETS = {
 
 
 def collect(spec: Collection, first: int, last: int, seed: int) -> list[dict[str, Any]]:
-    """Samples prompts first .. last - 1 in this process, in portions, so that progress can be told."""
+    """Sample prompts first .. last - 1 in this process, in portions, so that progress can be shown."""
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")

@@ -83,7 +83,7 @@ class Half:
 
 
 def measure_peaks(cores: int) -> Peaks:
-    """Measures them on one thread and on all."""
+    """Measure the peaks on one thread and on all."""
     counts = sorted({1, cores})
     gemm = {dtype: {count: gemm_peak(dtype, count) for count in counts} for dtype in ("float32", "bfloat16")}
     return Peaks(gemm, {count: read_bandwidth(count) for count in counts})
@@ -104,7 +104,7 @@ def demo_groups(run: RunConfig, vocabulary: int) -> list[TrainGroup]:
 
 
 def training(run: RunConfig, peaks: Peaks, cores: int, steps: int) -> Half:
-    """Measures whole optimizer steps after one that is not counted, then profiles the last micro-batch of another."""
+    """Measure whole optimizer steps after one that is not counted, then profile the last micro-batch of another."""
     peak = peaks.gemm[run.model.dtype][cores]
     with tempfile.TemporaryDirectory() as folder, threads(cores):
         dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=0, world_size=1)

@@ -59,7 +59,7 @@ class Decoding:
 def measure_decoding(
     run: RunConfig, gemm_gflops: float, read_gb_s: float, batches: tuple[int, ...] = (1, 64)
 ) -> list[Decoding]:
-    """Times decoding with one thread, in an environment that is `like_an_instance`.
+    """Time decoding with one thread, in an environment that is `like_an_instance`.
 
     Args:
         run: with its type decided.

@@ -123,7 +123,7 @@ def measure(
     phased: bool = False,
     near_mark: int | None = None,
 ) -> Series:
-    """Starts the processes, watches them for so long after the warm-up, and ends them.
+    """Start the processes, watch them for so long after the warm-up, and end them.
 
     Raises:
         RuntimeError: one of them has failed, or did not end.

@@ -17,7 +17,7 @@ PEER_BATCHES = (1, 32)
 
 
 def peer_main(told: dict[str, Any]) -> None:
-    """Runs under the peer's Python, with `made_samples` beside it; prints a line of JSON."""
+    """Run under the peer's Python, with `made_samples` beside it; print a line of JSON."""
     import importlib.metadata
     import json
     import time

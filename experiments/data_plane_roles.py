@@ -83,7 +83,7 @@ def made_samples(count: int, seed: int) -> list[tuple[Any, Any, Any, str]]:
 
 
 async def serve(work: Work, name: str, tasks: Sequence[Coroutine[Any, Any, None]], told: Callable[[], Any]) -> None:
-    """Runs tasks until the parent says stop or is gone, and reports what `told` gives; raises what a task raises."""
+    """Run tasks until the parent says stop or is gone, and report what `told` gives; raise what a task raises."""
     running = [asyncio.create_task(task) for task in tasks]
     parent = os.getppid()
     async with asyncio.timeout(work.limit_s):
@@ -104,7 +104,7 @@ def held(waits: WaitRegistry) -> bool:
 
 
 async def instance(work: Work, number: int) -> None:
-    """Sends a made sample for each id that it is asked for."""
+    """Send a made sample for each id that it is asked for."""
     name = f"instance-{number}"
     waits = WaitRegistry(name)
     link = Link(name, "instance", waits, flow=NEAR)
@@ -134,7 +134,7 @@ async def instance(work: Work, number: int) -> None:
 
 
 async def service(work: Work) -> None:
-    """Gives groups to instances, and passes on what they send."""
+    """Give groups to instances, and pass on what they send."""
     waits = WaitRegistry("service")
     hub, link = Hub("service", waits, flow=NEAR), Link("service", "service", waits, flow=FAR if work.far else NEAR)
     bandwidth = LINK_BYTES_PER_S if work.far else None
@@ -212,7 +212,7 @@ class Control:
         return counts | {"latencies": latencies}
 
     async def issue(self) -> None:
-        """Sends out groups at the offered rate, as far as the bound on samples ahead of the trainer allows."""
+        """Send out groups at the offered rate, as far as the bound on samples ahead of the trainer allows."""
         owed, last = 0.0, time.monotonic()
         while True:
             await asyncio.sleep(ISSUE_S)
@@ -235,7 +235,7 @@ class Control:
             await self.hub.send("service", "generate", {"groups": groups}, limit_s=self.work.limit_s)
 
     async def receive(self) -> None:
-        """Takes what has come, as `Controller._receive` does."""
+        """Take what has come, as `Controller._receive` does."""
         while True:
             deliveries = [await self.hub.receive()] if not self.late else [*await self._within(TICK_S)]
             while len(deliveries) < MOST_EVENTS_AT_ONCE and (more := self.hub.receive_now()) is not None:
@@ -328,7 +328,7 @@ async def controller(work: Work) -> None:
 
 
 async def trainer(work: Work) -> None:
-    """Takes micro-batches as arrays."""
+    """Take micro-batches as arrays."""
     waits = WaitRegistry("trainer-0")
     link = Link("trainer-0", "trainer", waits, flow=NEAR)
     seen = 0.0

@@ -151,19 +151,19 @@ def draw(rows: Sequence[Coded], steps: Sequence[Step], path: Path) -> None:
     """Sizes, speeds, and densities of real steps."""
     figure = Figure(figsize=(14, 4.4), layout="constrained")
     size, speed, real = figure.subplots(1, 3)
-    brain = [row for row in rows if row.dtype == "bfloat16"]
-    shares = [row.density for row in brain]
+    bf16 = [row for row in rows if row.dtype == "bfloat16"]
+    shares = [row.density for row in bf16]
     for name, values in (
-        ("full", [row.full_bytes for row in brain]),
-        ("positions and values", [row.pairs_bytes or 0 for row in brain]),
-        ("zstd of XOR", [row.xor_bytes or 0 for row in brain]),
-        ("this codec", [row.delta_bytes for row in brain]),
+        ("full", [row.full_bytes for row in bf16]),
+        ("positions and values", [row.pairs_bytes or 0 for row in bf16]),
+        ("zstd of XOR", [row.xor_bytes or 0 for row in bf16]),
+        ("this codec", [row.delta_bytes for row in bf16]),
     ):
         size.plot(shares, [value / 1e6 for value in values], "o-", ms=3, label=name)
-    size.plot(shares, [row.bound_bytes / 1e6 for row in brain], "k--", lw=1, label="entropy bound")
+    size.plot(shares, [row.bound_bytes / 1e6 for row in bf16], "k--", lw=1, label="entropy bound")
     size.set(xscale="log", yscale="log", xlabel="share of elements changed", ylabel="MB, bf16")
     for name, label in (("encode", "encode"), ("decode", "decode"), ("xor", "zstd of XOR")):
-        speed.plot(shares, [getattr(row, f"{name}_gb_s") for row in brain], "o-", ms=3, label=label)
+        speed.plot(shares, [getattr(row, f"{name}_gb_s") for row in bf16], "o-", ms=3, label=label)
     speed.axhline(SPEED_TARGET, color="#888888", ls="--", lw=1)
     speed.set(xscale="log", yscale="log", xlabel="share of elements changed", ylabel="GB/s of model, one core")
     for settled in (False, True):

@@ -148,7 +148,7 @@ def decode(payloads: Tensors, targets: Tensors, dtype: str) -> None:
 
 
 def code(new: Tensors, old: Tensors, dtype: str) -> Coded:
-    """Codes, decodes, compares bit for bit, and does what peers do."""
+    """Encode, decode, compare bit for bit, and do what peers do."""
     pairs = list(zip(new, old, strict=True))
     full = sum(tensor.size for tensor in new)
     encode_s, payloads = timed(lambda: [encode_tensor(n, o, dtype) for n, o in pairs], REPEATS)

@@ -93,7 +93,7 @@ def requests_of(lengths: np.ndarray, told: np.ndarray | None, exact: bool = Fals
 
 
 def case(shape: str, mix: str, instances: int, per_instance: int, slots: int, seed: int) -> Case:
-    """Simulates one workload under every policy."""
+    """Simulate one workload under every policy."""
     rng = np.random.default_rng(seed)
     count = instances * per_instance
     told = np.clip(SHAPES[shape](rng, count), 20, LIMIT)[:, None] * np.exp(RANKER_NOISE * NORMAL_SCORES)

@@ -149,7 +149,7 @@ def shown(cell: Figures) -> tuple[str, ...]:
 
 
 def sheets(cells: dict[str, dict[str, Figures]], single: dict[str, dict[str, Figures]], steps: int) -> list[Sheet]:
-    """Returns the tables.
+    """Return the tables.
 
     Args:
         cells: figures by "family, schedule, quality" and way.

@@ -43,7 +43,7 @@ class Draw(Protocol):
     """Draws what is known of a step's requests, and their lengths."""
 
     def __call__(self, rng: np.random.Generator, true: float, told: float) -> tuple[Lengths, Lengths]:
-        """Returns [n] lengths and [n, 16 or 21] forecasts at the levels of `LEVELS`.
+        """Return [n] lengths and [n, 16 or 21] forecasts at the levels of `LEVELS`.
 
         Args:
             rng: source of the draw.

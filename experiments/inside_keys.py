@@ -1,4 +1,4 @@
-"""What a site's own keys cost: samples and weights through a hub over TCP, with and without them.
+"""Measure what a site's own keys cost: samples and weights through a hub over TCP, with and without them.
 
     .venv/bin/python experiments/inside_keys.py                  # 3 minutes of two cores
     .venv/bin/python experiments/inside_keys.py --summary-only   # the tables from the JSON again

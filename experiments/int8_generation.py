@@ -1,4 +1,4 @@
-"""Generation in 8 bits beside bf16: step times, and how far the sampled tokens are from the trainer's distribution.
+"""Compare generation in 8 bits with bf16: step times, and how far sampled tokens are from the trainer's distribution.
 
     .venv/bin/python experiments/int8_generation.py     # some 6 minutes on 2 cores; needs AVX-512 with VNNI
 

@@ -1,4 +1,4 @@
-"""Reward curves of the small reasoner with generation in 8 bits and without, under several seeds.
+"""Compare reward curves of the small reasoner with generation in 8 bits and without, under several seeds.
 
     .venv/bin/python experiments/int8_learning.py                   # a quarter of an hour on 2 cores; again: goes on
     .venv/bin/python experiments/int8_learning.py --summary-only    # table and plot from the JSON again

@@ -1,4 +1,4 @@
-"""Matrix products of vLLM's CPU back end in 8 bits beside bf16 and fp32, one thread, in turns.
+"""Time matrix products of vLLM's CPU back end in 8 bits beside bf16 and fp32, one thread, in turns.
 
     .venv/bin/python experiments/int8_products.py     # half a minute; needs AVX-512 with VNNI
 
@@ -72,7 +72,7 @@ def measure(inputs: int, outputs: int) -> list[dict[str, float]]:
 
 
 def main() -> None:
-    """Measures all shapes and writes the table."""
+    """Measure all shapes and write the table."""
     if not (torch.backends.cpu.get_cpu_capability().startswith("AVX512") and torch.cpu._is_vnni_supported()):
         raise SystemExit("int8_products.py: this CPU has no AVX-512 with VNNI, which 8-bit products need")
     torch.set_num_threads(1)

@@ -68,7 +68,7 @@ class Outcome:
 
 
 def start(folder: Path, name: str, steps: int, resume: bool) -> subprocess.Popen[bytes]:
-    """Begins a run, or goes on with it."""
+    """Begin a run, or resume it."""
     sets = [word for value in (*SETS, f"name={name}") for word in ("--set", value)]
     files = ["--cluster", str(LOCAL), "--run", str(RUN_FILE), "--runs-dir", str(folder), *sets]
     what = ["--resume", str(folder / name)] if resume else files
@@ -89,7 +89,7 @@ def switch_off(process: subprocess.Popen[bytes]) -> None:
 
 
 def play(folder: Path, name: str, steps: int, kills: int, seed: int, tell: object) -> Outcome:
-    """Runs to the end, with so many kills on the way."""
+    """Run to the end, with so many kills on the way."""
     rng, run_dir = random.Random(seed), folder / name
     began, at = time.monotonic(), []
     process = start(folder, name, steps, resume=False)

@@ -78,10 +78,10 @@ class LiveEngine(Protocol):
     """What is needed of an `Engine`."""
 
     async def generate(self, request: SampleRequest, route: str) -> Sample | PartialSample:
-        """Returns a finished sample, or a partial one that was released."""
+        """Return a finished sample, or a partial one that was released."""
 
     async def release(self, sample_id: str) -> None:
-        """Preempts a request."""
+        """Preempt a request."""
 
     def produced(self) -> dict[str, int]:
         """Tokens of each running request."""
@@ -107,7 +107,7 @@ class Work:
         tasks: asyncio.TaskGroup,
         ended: Callable[[str], Awaitable[None]],
     ) -> None:
-        """Sets up a turn.
+        """Set up a turn.
 
         Args:
             engines: by the names that the policy knows.
@@ -153,7 +153,7 @@ async def play(
     groups: Sequence[Group],
     seed: int,
 ) -> Played:
-    """Generates a whole batch."""
+    """Generate a whole batch."""
     done, left = asyncio.Event(), sum(group.size for group in groups)
 
     async def ended(sample_id: str) -> None:
@@ -214,7 +214,7 @@ class Steps:
             heapq.heappush(self.complete, (self.versions[group.group_id], next(self._order), group))
 
     def take(self) -> Group | None:
-        """Takes the next group to train, if there is one."""
+        """Take the next group to train, if there is one."""
         due = due_within(Counter(self.versions.values()), self.step, self.schedule.max_staleness)
         if not self.complete or not self.schedule.may_take(self._state(due), self.complete[0][0]):
             return None
@@ -227,7 +227,7 @@ class Steps:
 async def play_steps(
     engines: Mapping[str, LiveEngine], policy: DispatchPolicy, forecasts: Forecasts, steps: Steps, seed: int
 ) -> Played:
-    """Generates and trains steps until the last one is trained."""
+    """Generate and train steps until the last one is trained."""
     of = {sample_id: group for group in steps.groups for sample_id, _, _ in samples_of(group, seed)}
     news = asyncio.Event()
 
@@ -262,7 +262,7 @@ class Bench:
     """Two real instances of one model."""
 
     def __init__(self, workload: LiveWorkload, steps: int = 1) -> None:
-        """Starts both.
+        """Start both instances.
 
         Args:
             workload: to generate.
@@ -288,7 +288,7 @@ class Bench:
         self.fleet: list[SimulatedInstance] = []
 
     async def calibrate(self) -> None:
-        """Measures the step times of both instances at once, as they will work."""
+        """Measure the step times of both instances at once, as they will work."""
         from streamrl.generation.instance.calibration import measure
 
         for engine in self.engines.values():
@@ -324,12 +324,12 @@ class Bench:
             await engine.resume()
 
     async def play(self, policy: DispatchPolicy, forecasts: Forecasts) -> Played:
-        """Generates the first batch."""
+        """Generate the first batch."""
         await self.empty_caches()
         return await play(self.engines, policy, forecasts, self.batches[0], self.run.seed)
 
     async def play_steps(self, schedule: Schedule, policy: DispatchPolicy, forecasts: Forecasts, rate: float) -> Played:
-        """Generates and trains all batches."""
+        """Generate and train all batches."""
         await self.empty_caches()
         steps = Steps(schedule, self.batches, rate)
         return await play_steps(self.engines, policy, forecasts, steps, self.run.seed)
@@ -344,7 +344,7 @@ class Bench:
         ]
 
     def simulate(self, policy: str, lengths: Mapping[str, int], forecasts: Forecasts) -> float:
-        """Seconds that the simulator expects of the first batch."""
+        """Return the seconds that the simulator expects of the first batch."""
         requests = [one for group in self.batches[0] for one in self.simulated(group, lengths, forecasts)]
         return simulate(self.fresh(policy), requests, self.fleet).makespan
 
@@ -356,7 +356,7 @@ class Bench:
         forecasts: Forecasts,
         rate: float,
     ) -> float:
-        """Seconds that the simulator expects of all steps; the policy has no instances yet."""
+        """Return the seconds that the simulator expects of all steps; the policy has no instances yet."""
         groups = [self.simulated(group, lengths, forecasts) for batch in self.batches for group in batch]
         batch = len(self.batches[0])
         return Pipeline(policy, self.fleet, Stages(rate), schedule, batch).run(groups, len(self.batches)).total
@@ -372,6 +372,6 @@ class Bench:
         }
 
     def close(self) -> None:
-        """Ends the instances."""
+        """End the instances."""
         for engine in self.engines.values():
             engine.close()

@@ -68,7 +68,7 @@ class Result:
 
 
 async def compare(workload: LiveWorkload, model: LengthModel, repeats: int, console: Console) -> list[Result]:
-    """Plays a workload under every policy, in turn."""
+    """Play a workload under every policy, in turn."""
     bench = Bench(workload)
     try:
         await bench.calibrate()

@@ -51,7 +51,7 @@ class Turn:
 
 
 async def compare(workload: LiveWorkload, model: LengthModel, repeats: int, console: Console) -> list[Turn]:
-    """Plays a workload under every schedule and policy, in turn."""
+    """Play a workload under every schedule and policy, in turn."""
     bench = Bench(workload, max(STEPS.values()))
     every = list(bench.batches)
     try:
@@ -83,7 +83,7 @@ async def compare(workload: LiveWorkload, model: LengthModel, repeats: int, cons
 
 
 def agreement(turns: list[Turn]) -> tuple[int, int]:
-    """Returns how many pairs of policies that measured apart in every repeat are simulated in that order, and all."""
+    """Return how many pairs of policies that measured apart in every repeat are simulated in that order, and all."""
     same = count = 0
     for _, some in itertools.groupby(turns, key=lambda turn: (turn.workload, turn.schedule)):
         for a, b in itertools.combinations(list(some), 2):

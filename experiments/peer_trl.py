@@ -70,7 +70,7 @@ def run_config(steps: int, model: str, dtype: str, seed: int = 0) -> RunConfig:
 
 
 def ours(config: RunConfig, folder: Path, name: str) -> list[Step]:
-    """Runs this system; its steps but the first."""
+    """Run this system; return its steps but the first."""
     run_file = folder / f"{name}.yaml"
     run_file.write_text(json.dumps(config.model_dump(mode="json")))
     job = Job(name, LOCAL, run_file, config.steps)
@@ -114,8 +114,8 @@ def needed(model: str, groups: Sequence[Group]) -> Step:
 
 
 def trl(model: str, weights: str, dtype: str, blocks: int, steps: int) -> None:
-    """Runs TRL in this process on the prompts of all blocks (of the first one those of its first step, too): waits for
-    a line before each step, and prints what it measured after it."""
+    """Run TRL in this process on the prompts of all blocks (of the first one those of its first step, too): wait for
+    a line before each step, and print what it measured after it."""
     import torch
     from datasets import Dataset
     from transformers import AutoTokenizer

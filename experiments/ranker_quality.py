@@ -1,4 +1,4 @@
-"""How well the ranker ranks and foretells lengths, against tables that need no model, on the recorded data sets.
+"""Measure how well the ranker ranks and predicts lengths, against tables without a model, on the recorded data sets.
 
     .venv/bin/python experiments/ranker_quality.py              # some minutes
     .venv/bin/python experiments/ranker_quality.py smollm2      # one data set of experiments/data/
@@ -60,7 +60,7 @@ def main(names: tuple[str, ...]) -> None:
 
 
 def measure(name: str, rollouts: Rollouts) -> tuple[dict[str, Any], list[Sheet]]:
-    """Measures one data set; returns what is kept, and its tables."""
+    """Measure one data set; return what is kept, and its tables."""
     trained = train_and_hold_out(rollouts)
     report, found = trained.report, trained.rankings
     rows: list[tuple[str, ...]] = []
@@ -101,7 +101,7 @@ def measure(name: str, rollouts: Rollouts) -> tuple[dict[str, Any], list[Sheet]]
 
 
 def other_limit(rollouts: Rollouts, kind: str) -> dict[str, dict[str, float]]:
-    """Trains with lengths cut off at half of the limit; returns recall@20 and coverage at the whole limit."""
+    """Train with lengths cut off at half of the limit; return recall@20 and coverage at the whole limit."""
     most = int(rollouts.output_length.max())
     half = most // 2
     fold = (np.random.default_rng(0).permutation(len(rollouts.texts)) % 4)[rollouts.prompt]
@@ -125,14 +125,14 @@ def other_limit(rollouts: Rollouts, kind: str) -> dict[str, dict[str, float]]:
 
 
 def recall(ranking: Ranking, weight: Array) -> float:
-    """Returns recall@20, the mean over folds, with each sample [N] as often as its weight says."""
+    """Return recall@20, the mean over folds, with each sample [N] as often as its weight says."""
     rows = np.repeat(np.arange(len(weight)), weight)
     score, length, fold = ranking.score[rows], ranking.length[rows], ranking.fold[rows]
     return float(np.mean([recall_at(score[fold == f], length[fold == f], 0.2) for f in np.unique(fold)]))
 
 
 def interval(figure: Callable[[Array], float], ranking: Ranking) -> tuple[float, float]:
-    """Returns the 95 % interval of a figure over draws of prompts, given as weights of samples [N]."""
+    """Return the 95 % interval of a figure over draws of prompts, given as weights of samples [N]."""
     rng = np.random.default_rng(0)
     _, prompt = np.unique(np.stack((ranking.fold, ranking.prompt)), axis=1, return_inverse=True)
     prompt = prompt.reshape(-1)

@@ -1,4 +1,4 @@
-"""How long a launcher takes to stop a run's processes on Ray, by their number.
+"""Measure how long a launcher takes to stop a run's processes on Ray, by their number.
 
     .venv/bin/python experiments/ray_stop.py                     # some minutes; 64 MB or more a process
     .venv/bin/python experiments/ray_stop.py --summary-only      # the table from the JSON again

@@ -1,4 +1,4 @@
-"""Start runs of the studies through the command line, one after the other; read their metrics, write tables.
+"""What the studies share: run jobs through the command line, wait for their steps, write tables and results.
 
 A finished run leaves `<folder>/<name>.json`; the same job in the same folder is then not run again. A run that was cut
 short or failed is removed and starts anew, so that its times are those of one piece.
@@ -68,12 +68,12 @@ class Job:
     """Further ones of `streamrl launch`."""
 
     def mark(self) -> str:
-        """Differs for jobs that are to do something else; the code's version is not in it."""
+        """Return a hash of what the job does; the code's version is not in it."""
         files = [path.read_text() for path in (self.cluster, self.run_file)]
         return hashlib.sha256(json.dumps([files, self.steps, self.overrides, self.options]).encode()).hexdigest()
 
     def command(self, folder: Path) -> list[str]:
-        """What is started, in the repository's root."""
+        """Return what is started, in the repository's root."""
         sets = [word for value in (*self.overrides, f"name={self.name}") for word in ("--set", value)]
         return [
             *[sys.executable, "-m", "streamrl.cli.main", "launch", "--plain"],
@@ -94,17 +94,17 @@ class Outcome:
     """Its last words, if it failed."""
 
     def to_json(self, columns: Set[str]) -> dict[str, Any]:
-        """Plain values, with these columns of metrics.jsonl; `from_json` takes them."""
+        """Return plain values, with these columns of metrics.jsonl; `from_json` takes them."""
         return vars(self) | {"rows": [row.model_dump(mode="json", include=set(columns)) for row in self.rows]}
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Self:
-        """The opposite of `to_json`."""
+        """Make an outcome of what `to_json` returned."""
         return cls(**values | {"rows": [MetricsRow(**row) for row in values["rows"]]})
 
 
 def run_job(job: Job, folder: Path, on_step: Callable[[int], None], limit_s: float) -> Outcome:
-    """Runs a job to its end, or takes what an earlier call left.
+    """Run a job to its end, or take what an earlier call left.
 
     Args:
         job: what to run.
@@ -199,7 +199,7 @@ def launch_or_resume(run_dir: Path, steps: int, run_file: Path, *overrides: str)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Tells a run to stop, if it has not ended, and waits for it."""
+    """Tell a run to stop, if it has not ended, and wait for it."""
     if process.poll() is None:
         process.terminate()
         try:
@@ -221,7 +221,7 @@ def run_all(
     done: Callable[[Job, Outcome], None],
     step_s: float,
 ) -> None:
-    """Runs jobs one after the other, showing how far they are; one that fails does not stop the others.
+    """Run jobs one after the other, showing how far they are; one that fails does not stop the others.
 
     Args:
         jobs: in their order.
@@ -253,7 +253,7 @@ def run_all(
 
 @contextlib.contextmanager
 def runs_folder(given: Path | None) -> Iterator[Path]:
-    """The folder that was asked for, or one that is removed at the end."""
+    """Yield the folder that was asked for, or one that is removed at the end."""
     if given is not None:
         yield given
         return
@@ -262,7 +262,7 @@ def runs_folder(given: Path | None) -> Iterator[Path]:
 
 
 def machine() -> str:
-    """This machine, in words."""
+    """Return this machine in words."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.is_file() else []
     model = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "unknown CPU")
@@ -281,7 +281,7 @@ class Sheet:
     """Lines below it."""
 
     def show(self, console: Console) -> None:
-        """Prints it."""
+        """Print the table."""
         table = Table(title=self.title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
         for number, column in enumerate(self.columns):
             table.add_column(column, justify="right" if number else "left", overflow="fold")
@@ -292,7 +292,7 @@ class Sheet:
             console.print(f"  {note}", highlight=False, markup=False, soft_wrap=True)
 
     def markdown(self) -> str:
-        """With a heading."""
+        """Return the table as Markdown, with a heading."""
         head = [f"| {' | '.join(self.columns)} |", f"|---|{'---:|' * (len(self.columns) - 1)}"]
         body = [f"| {' | '.join(row)} |" for row in self.rows]
         notes = [f"- {' '.join(note.split())}" for note in self.notes]
@@ -300,18 +300,18 @@ class Sheet:
 
 
 def terminal() -> Console:
-    """The terminal; wide enough for the tables where there is none."""
+    """Return the terminal; wide enough for the tables where there is none."""
     console = Console()
     return console if console.is_terminal else Console(width=120)
 
 
 def shown(value: float | None, form: str = ".2f") -> str:
-    """A figure; a dash where there is none."""
+    """Return a figure in this format; a dash where there is none."""
     return "-" if value is None else format(value, form)
 
 
 def results_folder(out: Path | None, *fixed: str) -> Path:
-    """The folder of a study's files, which is made: `--out`, or experiments/results; see `OUT_HELP`.
+    """Make and return the folder of a study's files: `--out`, or experiments/results; see `OUT_HELP`.
 
     Published figures are those of studies without these options: others do not replace them.
 
@@ -338,7 +338,7 @@ def results_folder(out: Path | None, *fixed: str) -> Path:
 
 
 def read_record(path: Path, *keys: str) -> dict[str, Any]:
-    """Reads the JSON that an earlier run of a study left.
+    """Read the JSON that an earlier run of a study left.
 
     Args:
         path: the file.
@@ -361,13 +361,13 @@ def read_record(path: Path, *keys: str) -> dict[str, Any]:
 
 
 def save_plot(figure: Figure, path: Path) -> None:
-    """Writes a plot as SVG: the same file from the same figures."""
+    """Write a plot as SVG: the same file from the same figures."""
     with matplotlib.rc_context({"svg.hashsalt": "streamrl"}):
         figure.savefig(path, metadata={"Date": None})
 
 
 def write_results(target: Path, record: dict[str, Any], title: str, sheets: Sequence[Sheet]) -> None:
-    """Writes what was measured as JSON, and the tables as Markdown beside it.
+    """Write what was measured as JSON, and the tables as Markdown beside it.
 
     Args:
         target: the JSON file; its name is the script's, and may go on behind it.

@@ -225,7 +225,7 @@ class Study:
 
     @classmethod
     def load(cls, path: Path) -> Study:
-        """Reads the JSON that `save` wrote, with its own window of steps."""
+        """Read the JSON that `save` wrote, with its own window of steps."""
         values = read_record(path, "machine", "steps", "warmup", "drain", "runs")
         runs = [Run.from_json(run) for run in values["runs"]]
         return cls(values["steps"], values["warmup"], values["drain"], runs, values["machine"])

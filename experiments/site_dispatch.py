@@ -162,7 +162,7 @@ class TwoLevels:
         heapq.heappush(self._events, (sent + one.rtt_s / 2, next(self._number), then))
 
     def run(self, groups: Sequence[SimulatedGroup], under_way: int) -> Simulated:
-        """Simulates until the last sample is home.
+        """Simulate until the last sample is home.
 
         Args:
             groups: in the order in which they are issued.

@@ -1,4 +1,4 @@
-r"""Speculative decoding on the small reasoner: generation time, rewards and acceptance against plain decoding.
+r"""Compare speculative with plain decoding on the small reasoner: generation time, rewards and acceptance.
 
     .venv/bin/python experiments/speculation.py            # some 6 minutes on 2 cores
     .venv/bin/python experiments/speculation.py --temperature 2 --max-tokens 150 \

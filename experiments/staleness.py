@@ -134,7 +134,7 @@ def summarise(runs: Sequence[Run]) -> Summary:
 
 
 def by_arm(runs: Sequence[Run]) -> dict[str, list[Run]]:
-    """Runs that did not fail, by seed; arms without any are left out."""
+    """Return the runs that did not fail, by seed; arms without any are left out."""
     found = {arm: sorted((r for r in runs if r.arm == arm and not r.error), key=lambda r: r.seed) for arm in ARMS}
     return {arm: some for arm, some in found.items() if some}
 

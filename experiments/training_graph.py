@@ -1,6 +1,6 @@
 """Count operations, bytes and memory of a training step from its graph, on any machine and for any size.
 
-    python experiments/training_graph.py
+    .venv/bin/python experiments/training_graph.py
 
 The step is that of a run: its own model code, its attention, its head, its copies of the weights and AdamW. The tensors
 are fake (torch's `FakeTensorMode`): they have shapes, types and storages, but no numbers, so a 1.5 B model with 32k

@@ -1,8 +1,10 @@
 """Check each architecture, small and random, in the trainer and in vLLM: the matrix of families and checks.
 
-Usage: ``python experiments/verify_families.py`` writes results/verify_families.json; then ``make docs`` writes the
-table of docs/results.md.
-``--only NAME`` checks some families and replaces their rows; ``--no-vllm`` leaves vLLM out and writes nothing.
+    .venv/bin/python experiments/verify_families.py               # writes results/verify_families.json
+    .venv/bin/python experiments/verify_families.py --only NAME   # checks some families, and replaces their rows
+    .venv/bin/python experiments/verify_families.py --no-vllm     # leaves vLLM out, and writes nothing
+
+Then `make docs` writes the table of docs/results.md.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Evaluate the small reasoner in vLLM: scores and lengths by task, difficulty and number of checks.
 
-Usage: ``python experiments/small_reasoner/evaluate.py`` writes evaluation.json beside this file.
+.venv/bin/python experiments/small_reasoner/evaluate.py      # writes evaluation.json beside this file
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Train the small reasoner: build its tokenizer, generate solutions, train, save, evaluate.
 
-Usage: ``python experiments/small_reasoner/train.py`` (about ten minutes on one CPU core).
+.venv/bin/python experiments/small_reasoner/train.py      # about ten minutes on one CPU core
 """
 
 from __future__ import annotations
