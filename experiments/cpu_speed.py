@@ -14,7 +14,6 @@ with AMX cpu_speed_amx.
 from __future__ import annotations
 
 import gc
-import os
 import resource
 import tempfile
 import time
@@ -29,7 +28,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from bounds import GFLOP, gemm_peak, like_a_trainer, read_bandwidth, result_name, shape_of, threads
-from running import ROOT, Sheet, machine, results_folder, terminal, write_results
+from running import ROOT, Sheet, machine, results_folder, terminal, usable_cores, write_results
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from streamrl.cli.main import error_lines
@@ -237,7 +236,7 @@ def peak_sheet(peaks: Peaks) -> Sheet:
 def main(steps: int, dtype: str, model: str) -> None:
     like_a_trainer()
     console, out = terminal(), results_folder(None, "steps", "model")
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = usable_cores()
     peaks = measure_peaks(cores)
     sheets = [peak_sheet(peaks)]
     sheets[0].show(console)

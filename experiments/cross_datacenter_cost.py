@@ -42,16 +42,16 @@ from break_even import BANDWIDTHS, PRICES, Comparison, Cost, Point, Threshold
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
+from plan_constants import batch
 from rich.progress import track
 from running import OUT_HELP, ROOT, Sheet, results_folder, save_plot, terminal
 
 from scheduler.capacity.allocation import DELTA_RATIO
-from scheduler.cost.generation_cost import Batch
 from scheduler.cost.hardware import device
 from scheduler.cost.trainer_work import PPO
 from streamrl.errors import UserError
 from streamrl.finite_float import FiniteFloat
-from streamrl.planning.planning_inputs import PROMPT_TOKENS, SAMPLES, find_lengths, find_model, load_devices
+from streamrl.planning.planning_inputs import find_model, load_devices
 
 TRAINS, PARTNERS = "H800", ("H20", "L40S", "RTX4090")
 ALL = (TRAINS, *PARTNERS)
@@ -339,11 +339,6 @@ class Sweeps:
             f"Other cards: {cheap}; to pay, a GPU of the second site may cost at most, USD/h: {gpus}.",
             f"On the map two sites win {wins[0]} of {len(found) // 2} points with deltas, {wins[1]} with full weights.",
         ]
-
-
-def batch(lengths: str) -> Batch:
-    """A batch of the paper's shape."""
-    return Batch.of(find_lengths(lengths)[0], SAMPLES, PROMPT_TOKENS)
 
 
 def finite(value: float) -> float | None:

@@ -26,6 +26,7 @@ from running import (
     ROOT,
     Job,
     Sheet,
+    cpu_seconds,
     machine,
     results_folder,
     terminal,
@@ -42,11 +43,6 @@ WARM = 4
 """Steps before the first stretch: kernels are compiled, and step times are measured."""
 LIMIT_S = 600
 """For each stretch."""
-
-
-def cpu_s(process: psutil.Process) -> float:
-    """Return the CPU seconds of a process and its children."""
-    return sum(sum(one.cpu_times()[:2]) for one in (process, *process.children(recursive=True)))
 
 
 def browser_cpu_s() -> float:
@@ -69,15 +65,15 @@ def stretches(
     """Return the CPU seconds of the first page, and what each stretch of so many steps cost, by turns watched."""
     done, found = WARM, []
     wait_for_steps(run_dir, done, launched, LIMIT_S)
-    before = cpu_s(server)
+    before = cpu_seconds(server)
     watch(browser, address, run_dir.name).close()
-    opening = cpu_s(server) - before
+    opening = cpu_seconds(server) - before
     for number in range(4):
         page = watch(browser, address, run_dir.name) if number % 2 else None
-        before, browser_before, began = cpu_s(server), browser_cpu_s(), time.monotonic()
+        before, browser_before, began = cpu_seconds(server), browser_cpu_s(), time.monotonic()
         wait_for_steps(run_dir, done + steps, launched, LIMIT_S)
         lasted = time.monotonic() - began
-        used, browsed = cpu_s(server) - before, browser_cpu_s() - browser_before
+        used, browsed = cpu_seconds(server) - before, browser_cpu_s() - browser_before
         rows = read_metrics(run_dir / layout.METRICS)[done : done + steps]
         found.append(
             {

@@ -23,6 +23,7 @@ from typing import Any, Self
 
 import click
 import matplotlib
+import psutil
 from matplotlib.figure import Figure
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -251,6 +252,16 @@ def run_all(
             done(job, outcome)
 
 
+def cpu_seconds(process: psutil.Process) -> float:
+    """Return the CPU seconds of a process and its children."""
+    return sum(sum(one.cpu_times()[:2]) for one in (process, *process.children(recursive=True)))
+
+
+def usable_cores() -> int:
+    """Return the number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 @contextlib.contextmanager
 def runs_folder(given: Path | None) -> Iterator[Path]:
     """Yield the folder that was asked for, or one that is removed at the end."""
@@ -266,8 +277,7 @@ def machine() -> str:
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.is_file() else []
     model = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "unknown CPU")
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return f"{usable} cores of {model}, {platform.system()} {platform.machine()}"
+    return f"{usable_cores()} cores of {model}, {platform.system()} {platform.machine()}"
 
 
 @dataclass(frozen=True)

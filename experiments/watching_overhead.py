@@ -18,6 +18,7 @@ import urllib.request
 from pathlib import Path
 
 import psutil
+from running import cpu_seconds
 
 from streamrl.config.cluster import MetricsEndpoint
 from streamrl.config.load import load_resolved, save_resolved
@@ -85,19 +86,14 @@ def follow(folder: Path, name: str, steps: int, idle_s: float) -> tuple[float, f
         while not record.exists() or f'"step": {steps},' not in record.read_text():
             time.sleep(0.2)
         time.sleep(5.0)  # what a thread of the package still writes
-        busy = cpu_seconds(child.pid)
+        process = psutil.Process(child.pid)
+        busy = cpu_seconds(process)
         time.sleep(idle_s)
-        return busy, cpu_seconds(child.pid) - busy
+        return busy, cpu_seconds(process) - busy
     finally:
         assert child.stdin is not None
         child.stdin.close()
         child.wait(60)
-
-
-def cpu_seconds(pid: int) -> float:
-    """Return the CPU seconds of a process and its children."""
-    process = psutil.Process(pid)
-    return sum(sum(one.cpu_times()[:2]) for one in (process, *process.children(recursive=True)))
 
 
 if __name__ == "__main__":
