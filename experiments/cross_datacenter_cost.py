@@ -102,7 +102,7 @@ def cell(value: float, form: str = ".3f") -> str:
     return format(value, form) if math.isfinite(value) else "-"
 
 
-def told(found: Threshold, why: str = "") -> str:
+def threshold_text(found: Threshold, why: str = "") -> str:
     """A threshold in words."""
     said = found.kind if found.value is None else f"{found.value:.3g}"
     return said + (f", {why}" if why and found.kind != "always" else "")
@@ -190,24 +190,24 @@ class Sweeps:
             ),
             self.sheet(
                 *("Break-even bandwidth, cost at equal pace", "lengths, schedule", cases, LINKS | FREE),
-                lambda at, partner: told(*study.bandwidth(at, partner)),
+                lambda at, partner: threshold_text(*study.bandwidth(at, partner)),
                 f"Gbit/s from which two sites cost less per 1,000 samples than the best single site; {within}",
                 "slow: below it they cannot keep up; dear: they can, and cost more; free: traffic costs nothing",
             ),
             self.sheet(
                 *("Break-even bandwidth, step time for equal money", "lengths, schedule", cases, LINKS | FREE),
-                lambda at, partner: told(study.bandwidth_for_time(at, partner)),
+                lambda at, partner: threshold_text(study.bandwidth_for_time(at, partner)),
                 f"Gbit/s from which two sites have the shorter step for the same rent and traffic; {within}",
             ),
             self.sheet(
                 *("Break-even egress price", "lengths, schedule", cases, LINKS),
-                lambda at, partner: told(study.dearest_egress(at, partner)),
+                lambda at, partner: threshold_text(study.dearest_egress(at, partner)),
                 f"USD/GB up to which two sites cost less, {where}; within {PRICES[0]:g} .. {PRICES[1]:g}",
             ),
             self.sheet(
                 *("Break-even price of the second site's GPUs", "lengths, schedule", cases),
                 {gpu: (gpu, {}) for gpu in PARTNERS},
-                lambda at, partner: told(study.dearest_gpu(at, partner)),
+                lambda at, partner: threshold_text(study.dearest_gpu(at, partner)),
                 f"USD/h of a GPU up to which two sites cost less, {where}, deltas; assumed: {defaults}",
             ),
             self.prices(),
@@ -310,13 +310,13 @@ class Sweeps:
         for schedule in SCHEDULES:
             points = [replace(base, schedule=schedule), replace(full, schedule=schedule)]
             points.append(replace(points[1], egress=0.0))
-            evens.append(f"{schedule} {' / '.join(told(study.bandwidth(at, 'H20')[0]) for at in points)}")
+            evens.append(f"{schedule} {' / '.join(threshold_text(study.bandwidth(at, 'H20')[0]) for at in points)}")
             for at in points[:2]:
                 costs = [study.usd(replace(at, rtt_ms=rtt), "H20") for rtt in RTT_MS]
                 spread += [max(costs) / min(costs) - 1] if all(map(math.isfinite, costs)) else []
-        egress = [told(study.dearest_egress(at, "H20")) for at in (base, full)]
+        egress = [threshold_text(study.dearest_egress(at, "H20")) for at in (base, full)]
         cheap = ", ".join(f"H800 + far {gpu} {against(study.ratio(base, gpu))}" for gpu in PARTNERS[1:])
-        gpus = ", ".join(f"{gpu} {told(study.dearest_gpu(base, gpu))}" for gpu in PARTNERS)
+        gpus = ", ".join(f"{gpu} {threshold_text(study.dearest_gpu(base, gpu))}" for gpu in PARTNERS)
         wins = [sum((one["ratio"] or 9) < 1 for one in found if one["delta"] == delta) for delta in (True, False)]
         return [
             f"At the base point the best single site is {single_name(single)} ({single.split}), at {single.usd:.3f} "

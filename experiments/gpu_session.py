@@ -180,7 +180,7 @@ def versus(context: int, tiny: bool, model: Path) -> Iterator[dict[str, Any]]:
                 "attention": library,
                 "attention_failed": sorted(flash_kernels.failed),
                 "recomputation": str(recomputation).lower(),
-                **told(took, tokens),
+                **step_figures(took, tokens),
                 "formula_gib": memory_of(size, group.tokens, recomputation) / 2**30,
                 "tflop_per_s": flops[-1] / took / 1e12,
                 "mfu": flops[-1] / took / 1e12 / peak if peak else None,
@@ -207,7 +207,7 @@ def versus(context: int, tiny: bool, model: Path) -> Iterator[dict[str, Any]]:
                 if unpadded and not recompute:
                     ways.append((True, True))
             else:
-                yield about | told(other, tokens) | {"ours_over_theirs": round(other / seconds, 3)}
+                yield about | step_figures(other, tokens) | {"ours_over_theirs": round(other / seconds, 3)}
             gc.collect()
             if device.type == "cuda":
                 torch.cuda.empty_cache()
@@ -264,7 +264,7 @@ def timed(work: Callable[[], None]) -> float:
     return best
 
 
-def told(seconds: float, tokens: int) -> dict[str, Any]:
+def step_figures(seconds: float, tokens: int) -> dict[str, Any]:
     """Return figures of a step over sequences of so many tokens, each with its prompt."""
     import torch
 

@@ -61,11 +61,11 @@ def one_site(model: str, lengths: str, gpus: int) -> dict[str, Any]:
         },
     }
     for schedule in SCHEDULES:
-        row[schedule] = told(plans(problem, schedule, "throughput")[0])
+        row[schedule] = plan_figures(plans(problem, schedule, "throughput")[0])
     return row
 
 
-def told(best: PlacementPlan) -> dict[str, Any]:
+def plan_figures(best: PlacementPlan) -> dict[str, Any]:
     """A plan's figures."""
     return {
         "split": best.text,
@@ -83,7 +83,7 @@ def told(best: PlacementPlan) -> dict[str, Any]:
 def two_sites(lengths: str, schedule: str) -> dict[str, Any]:
     """32 H20 and 16 H800 in two sites against 32 H800 in one, 7B; the rest of what is not used is released."""
     one, both = Clusters(batch(lengths)).one, Clusters(batch(lengths)).two
-    homogeneous, mixed = (told(plans(problem, schedule, "throughput")[0]) for problem in (one, both))
+    homogeneous, mixed = (plan_figures(plans(problem, schedule, "throughput")[0]) for problem in (one, both))
     everything = sum(part.count * part.usd_per_hour for part in both.offers)
     whole = sum(part.count * part.usd_per_hour for part in one.offers)
     return {
