@@ -100,7 +100,7 @@ def play(folder: Path, name: str, steps: int, kills: int, seed: int, tell: objec
         while done_steps(run_dir) <= first and process.poll() is None and time.monotonic() < deadline:
             time.sleep(0.1)
         time.sleep(rng.uniform(0.0, 6.0))
-        if process.poll() is not None:
+        if process.poll() is not None or done_steps(run_dir) == steps:  # a run that has done all is not resumed
             break
         switch_off(process)
         at.append(done_steps(run_dir))
