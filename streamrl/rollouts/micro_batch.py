@@ -100,15 +100,13 @@ def split_into_rows(groups: list[TrainGroup], max_tokens: int, padded: bool = Tr
         padded: whether rows are as long as the longest one of their run.
     """
     batches: list[list[TrainGroup]] = []
-    longest = rows = 0
-    used = 0
+    longest = rows = used = 0
     for unit in (unit for one in units_of(groups) for unit in _single_rows(one)):
         lengths = [len(one.prompt_tokens) + len(seq.completion_tokens) for one in unit for seq in one.sequences]
         tokens = (rows + len(lengths)) * max(longest, *lengths) if padded else used + sum(lengths)
         if not batches or tokens > max_tokens:
             batches.append([])
-            longest = rows = 0
-            used = 0
+            longest = rows = used = 0
         batches[-1] += unit
         longest, rows, used = max(longest, *lengths), rows + len(lengths), used + sum(lengths)
     return [_joined_again(batch) for batch in batches]

@@ -78,6 +78,16 @@ def test_rows_of_their_own_are_padded_to_the_longest() -> None:
     assert lengths(split_into_rows([group("a", 2, 4), group("b", 1, 1, 1)], 18)) == [[("a", 2, [4]), ("b", 1, [1, 1])]]
 
 
+def test_rows_that_are_not_padded_take_their_own_lengths() -> None:
+    # rows of 4, 4 and 6: 14 together
+    assert lengths(split_into_rows([group("a", 2, 2, 2, 4)], 14, padded=False)) == [[("a", 2, [2, 2, 4])]]
+    assert lengths(split_into_rows([group("a", 2, 2, 2, 4)], 13, padded=False)) == [[("a", 2, [2, 2])], [("a", 2, [4])]]
+    # each run begins empty: 4 + 3 fit in 7, 4 + 4 do not
+    rows = [group("a", 2, 2, 1), group("b", 2, 2, 2)]
+    assert lengths(split_into_rows(rows, 7, padded=False)) == [[("a", 2, [2, 1])], [("b", 2, [2])], [("b", 2, [2])]]
+    assert lengths(split_into_rows(rows, 8, padded=False)) == [[("a", 2, [2, 1])], [("b", 2, [2, 2])]]
+
+
 def test_groups_of_one_trajectory_are_never_cut_from_each_other_nor_dealt_to_two_ranks() -> None:
     rows = [replace(group(name, 1, 2, 2), trajectory="x") for name in "abc"]
     groups = [group("d", 1, 1), *rows, replace(group("e", 1, 1), trajectory="y"), group("f", 1, 1)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 from streamrl.rollouts.micro_batch_wire import from_wire, to_wire
 from streamrl.rollouts.train_groups import TrainGroup, TrainSequence
+from streamrl.rollouts.types import ByteArray
 from tests.rollouts.test_micro_batch import group, lengths
 
 
@@ -50,12 +52,59 @@ def test_the_wire_form_written_out_and_back() -> None:
         "experts": [],
     }
     assert [str(array.dtype) for array in arrays.values()] == ["int32", "int32", *["float32"] * 3, "uint8", "uint8"]
+    assert arrays["experts"].shape == (0, 0)
     back = from_wire(body, arrays)
     assert lengths([back]) == [[("a", 2, [3, 2]), ("b", 1, [1])]]
     again = to_wire(back)
     assert again[0] == body and all(np.array_equal(array, again[1][name]) for name, array in arrays.items())
     assert from_wire(*to_wire([])) == []
     assert lengths([from_wire(*to_wire([group("a", 1, 0, 2)]))]) == [[("a", 1, [0, 2])]]
+
+
+def with_experts() -> list[TrainGroup]:
+    """Two groups with recorded experts, each row another byte, around one without; one completion has no tokens."""
+    first, plain, last = group("a", 2, 3, 0, 1), group("b", 1, 2), group("c", 1, 2)
+    rows = iter(np.arange(20, dtype=np.uint8).reshape(10, 2))
+
+    def recorded(one: TrainGroup) -> TrainGroup:
+        prompt = _rows(rows, len(one.prompt_tokens))
+        sequences = [replace(seq, experts=_rows(rows, len(seq.completion_tokens) - 1)) for seq in one.sequences]
+        return replace(one, sequences=sequences, prompt_experts=prompt)
+
+    return [recorded(first), plain, recorded(last)]
+
+
+def _rows(rows: Iterator[ByteArray], count: int) -> ByteArray:
+    return np.asarray([next(rows) for _ in range(count)], np.uint8).reshape(-1, 2)
+
+
+def test_experts_come_back_with_the_prompts_and_completions_that_have_some() -> None:
+    groups = with_experts()
+    body, arrays = to_wire(groups)
+    assert body["has_experts"] == [True, False, True] and arrays["experts"].tolist() == [
+        *([0, 1], [2, 3], [4, 5], [6, 7]),  # the prompt's two, and two of the completion of three tokens
+        *([8, 9], [10, 11]),  # the other group's prompt and completion
+    ]
+    back = from_wire(body, arrays)
+    for one, sent in zip(back, groups, strict=True):
+        _assert_equal(one.prompt_experts, sent.prompt_experts)
+        for seq, expected in zip(one.sequences, sent.sequences, strict=True):
+            _assert_equal(seq.experts, expected.experts)
+
+
+def _assert_equal(found: ByteArray | None, expected: ByteArray | None) -> None:
+    assert (found is None) == (expected is None)
+    if found is not None and expected is not None:
+        assert found.shape == expected.shape and np.array_equal(found, expected)
+
+
+@pytest.mark.parametrize(
+    "change", [lambda rows: rows.astype(np.float32), lambda rows: rows[:, 0], lambda rows: rows[1:]]
+)
+def test_experts_that_are_no_rows_of_bytes_or_too_few_are_refused(change: Any) -> None:
+    body, arrays = to_wire(with_experts())
+    with pytest.raises(ValueError, match="experts in a micro-batch are"):
+        from_wire(body, arrays | {"experts": change(arrays["experts"])})
 
 
 def empty_twice(body: dict[str, Any], arrays: dict[str, Any]) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
-from streamrl.rollouts.train_groups import TrainGroup, TrainSequence
+from streamrl.rollouts.train_groups import TrainGroup, TrainSequence, has_experts
 from tests.rollouts.test_micro_batch import group
 
 
@@ -32,3 +34,13 @@ def test_a_group_has_its_estimates_if_every_completion_with_tokens_has() -> None
     has = [TrainSequence(pair, logprobs, 0.0, estimates=estimates), TrainSequence(empty, logprobs[:0], 0.0)]
     assert TrainGroup("a", pair, has).has_estimates is True
     assert TrainGroup("a", pair, [*has, TrainSequence(pair, logprobs, 0.0)]).has_estimates is False
+
+
+def test_the_experts_of_a_group_are_those_of_its_prompt_and_of_every_completion() -> None:
+    prompt, rows = np.zeros((3, 2), np.uint8), np.zeros((1, 2), np.uint8)
+    plain = group("a", 3, 2, 2)
+    with_experts = [replace(seq, experts=rows) for seq in plain.sequences]
+    assert has_experts(replace(plain, sequences=with_experts, prompt_experts=prompt)) is True
+    assert has_experts(replace(plain, sequences=with_experts)) is False
+    assert has_experts(replace(plain, prompt_experts=prompt)) is False
+    assert has_experts(replace(plain, sequences=[with_experts[0], plain.sequences[1]], prompt_experts=prompt)) is False
