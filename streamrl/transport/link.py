@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import logging
 import math
 import time
 from collections.abc import Callable
@@ -27,9 +28,12 @@ from streamrl.transport.delivery import Inbox, Outbox
 from streamrl.transport.endpoint_base import Endpoint, Frames, Outgoing, PeerLost, Refused, cost_of, send_now, size_of
 from streamrl.transport.flow import Flow
 from streamrl.transport.ip_addresses import needs_ipv6
+from streamrl.transport.name_lookup import NameLookup
 from streamrl.transport.peer import HANDSHAKE_MS
 from streamrl.transport.refusals import merged
 from streamrl.transport.wire import MAX_FRAME_BYTES, Arrays, MalformedMessage, Message, OtherVersion, decode, is_finite
+
+log = logging.getLogger(__name__)
 
 HELLO_S = 1.0
 """Seconds after which an unanswered hello is repeated."""
@@ -46,6 +50,10 @@ LONGEST_DEAD_S = 6500.0
 """Largest time to live in seconds: ZMTP carries it in 16 bits of deciseconds."""
 RECONNECT_MAX_MS = 2000
 """Most milliseconds between two attempts to connect to another site."""
+LOOK_UP_S = 5.0
+"""Seconds between two look-ups of the name of a silent hub."""
+LOOK_UP_LIMIT_S = 10.0
+"""Seconds after which a name server that has not answered counts as silent; resolvers try for up to a minute."""
 
 
 class Link(Endpoint):
@@ -104,6 +112,9 @@ class Link(Endpoint):
         """Time of the unanswered hello (monotonic seconds); None: the hub has answered."""
         self._last_seen = time.monotonic()
         self._address = ""
+        self._dialled = ""
+        """What libzmq connects to: the address with an IP address in place of a name."""
+        self._names = NameLookup("")
         self._hub = ""
         """Name and address of the hub, for errors and waits."""
 
@@ -111,6 +122,15 @@ class Link(Endpoint):
     def silent_for(self) -> float:
         """Seconds since the last message of the hub."""
         return time.monotonic() - self._last_seen
+
+    @property
+    def unresolved(self) -> str:
+        """Why the name of a silent hub has no IP address, in words; '': it has one, or the hub is heard."""
+        return self._names.trouble if self._is_silent else ""
+
+    @property
+    def _is_silent(self) -> bool:
+        return self.silent_for > endpoint_base.HEARD_BEATS * endpoint_base.HEARTBEAT_S
 
     def hub_time(self) -> float:
         """Return the hub's clock now, in unix seconds; this process's own until they have been compared."""
@@ -141,11 +161,14 @@ class Link(Endpoint):
         waiting_for = ""
         async with self.waits.deadline(lambda: waiting_for, limit_s):
             waiting_for = f"the name of {self._hub} to have an IP address"
-            if address.startswith("tcp://"):
-                self._socket.setsockopt(zmq.IPV6, await self._needs_ipv6(address))
+            self._names = NameLookup(address)
+            while (numeric := await self._names.numeric(LOOK_UP_LIMIT_S)) is None:
+                await asyncio.sleep(HELLO_S)
             waiting_for = f"an answer of {self._hub}{hint if security is not None else ''}"
-            self._socket.connect(address)
+            self._dial(numeric)
             self.beside(self._read())
+            if self._names.needed:
+                self.beside(self._follow_name())
             while not self._answered.is_set():
                 hello = self._hello()
                 await self._socket.send_multipart(hello)  # waits until there is a connection
@@ -158,16 +181,37 @@ class Link(Endpoint):
         self.beside(self._beat())
         return self
 
-    async def _needs_ipv6(self, address: str) -> bool:
-        """Return `needs_ipv6` of an address, as soon as its name has one: libzmq would look for IPv4 alone."""
+    def _dial(self, numeric: str) -> None:
+        """Let libzmq connect to this address, in place of another one if there is any."""
+        if self._dialled:
+            self._socket.disconnect(self._dialled)
+        if numeric.startswith("tcp://"):
+            self._socket.setsockopt(zmq.IPV6, needs_ipv6(numeric))
+        self._socket.connect(numeric)
+        self._dialled = numeric
+
+    async def _follow_name(self) -> None:
+        """Look the name of a silent hub up again and again, and connect to its new IP address if it has another one.
+
+        If the look-up fails, the old address may still be the right one.
+        """
+        named = ""
         while True:
-            with contextlib.suppress(OSError):
-                return await asyncio.to_thread(needs_ipv6, address)
-            await asyncio.sleep(HELLO_S)
+            await asyncio.sleep(LOOK_UP_S)
+            if not self._is_silent:
+                continue
+            numeric = await self._names.numeric(LOOK_UP_LIMIT_S)
+            if self._names.trouble not in ("", named):
+                log.warning("%s is silent, and %s", self._hub, self._names.trouble)
+            named = self._names.trouble
+            if numeric not in (None, self._dialled) and self._is_silent:
+                log.warning("%s is silent, and now has the address %s", self._hub, numeric)
+                self._dial(numeric)
 
     def _configure(self, security: ClientSecurity | None) -> None:
         dead_ms = int(min(max(DEAD_AFTER_S, self.flow.resend_s), LONGEST_DEAD_S) * 1000)
         self._socket.setsockopt(zmq.IMMEDIATE, 1)  # nothing is queued for a connection that does not exist yet
+        self._socket.setsockopt(zmq.LINGER, endpoint_base.LINGER_MS)  # also of a connection to an earlier address
         self._socket.setsockopt(zmq.SNDHWM, 0)  # credits bound what is in flight
         most = self._inbox_state.most_open
         self._socket.setsockopt(zmq.RCVHWM, int(most) if math.isfinite(most) else 0)
@@ -344,7 +388,8 @@ class Link(Endpoint):
             last = now
             silent = now - self._last_seen
             if silent > self.flow.lost_after_s:
-                raise PeerLost(f"{self._hub} {self.flow.silence(silent)}")
+                unresolved = f"; {self.unresolved}" if self.unresolved else ""
+                raise PeerLost(f"{self._hub} {self.flow.silence(silent)}{unresolved}")
             if silent < self.flow.resend_s:  # a silent hub gets no repeats: they would pile up
                 for _, message in self._outbox.to_resend(now, self.flow.resend_s):
                     self._transmit(message)

@@ -79,19 +79,20 @@ def test_a_hub_whose_name_gets_its_address_late_and_of_ipv6_alone_is_reached(mon
     monkeypatch.setattr("streamrl.transport.link.HELLO_S", 0.05)
     looked: list[str] = []
 
-    def late(host: str) -> str:
+    def late(host: str, *args: object, **options: object) -> list[tuple[Any, ...]]:
         looked.append(host)
         if len(looked) < 3:
             raise socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")
-        return host
+        return [(socket.AF_INET6, 1, 6, "", ("::1", 0))]
 
     async def body() -> None:
         with socket.create_server(("::1", 0), family=socket.AF_INET6) as probe:
-            address = f"tcp://[::1]:{probe.getsockname()[1]}"
-        hub, link = Hub("hub", WaitRegistry("hub")).bind(address), Link("east", "service", WaitRegistry("east"))
-        monkeypatch.setattr("streamrl.transport.ip_addresses.resolve", late)
-        await link.connect(address, scaled(10))
-        assert looked == ["::1"] * 3
+            port = probe.getsockname()[1]
+        hub, link = Hub("hub", WaitRegistry("hub")), Link("east", "service", WaitRegistry("east"))
+        hub.bind(f"tcp://[::1]:{port}")
+        monkeypatch.setattr(socket, "getaddrinfo", late)
+        await link.connect(f"tcp://late.test:{port}", scaled(10))
+        assert looked[:3] == ["late.test"] * 3
         await link.close()
         await hub.close()
 
