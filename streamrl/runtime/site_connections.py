@@ -151,4 +151,5 @@ def _link(
     if over is None:
         return Link(context.name, role, waits, {"site": context.site}, flow=context.local_flow)
     about = {"site": context.site, "agreement": context.agreement}
-    return Link(context.name, role, waits, about, flow=context.link_flow(over, BATCH_BYTES), inbox=inbox)
+    flow = context.link_flow(over, BATCH_BYTES)
+    return Link(context.name, role, waits, about, flow=flow, inbox=inbox, outside=True)

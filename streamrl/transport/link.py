@@ -29,7 +29,7 @@ from streamrl.transport.endpoint_base import Endpoint, Frames, Outgoing, PeerLos
 from streamrl.transport.flow import Flow
 from streamrl.transport.ip_addresses import needs_ipv6
 from streamrl.transport.name_lookup import NameLookup
-from streamrl.transport.peer import HANDSHAKE_MS
+from streamrl.transport.peer import HANDSHAKE_MS, STRANGERS_HANDSHAKE_MS
 from streamrl.transport.refusals import merged
 from streamrl.transport.wire import MAX_FRAME_BYTES, Arrays, MalformedMessage, Message, OtherVersion, decode, is_finite
 
@@ -50,6 +50,9 @@ LONGEST_DEAD_S = 6500.0
 """Largest time to live in seconds: ZMTP carries it in 16 bits of deciseconds."""
 RECONNECT_MAX_MS = 2000
 """Most milliseconds between two attempts to connect to another site."""
+CONNECT_MS = 5000
+"""Limit of an attempt to connect by TCP, in milliseconds. The system repeats an unanswered attempt ever later, so that
+it would notice up to a minute late that a link is back."""
 LOOK_UP_S = 5.0
 """Seconds between two look-ups of the name of a silent hub."""
 LOOK_UP_LIMIT_S = 10.0
@@ -65,6 +68,7 @@ class Link(Endpoint):
         flow: flow to the hub.
         clock: returns unix seconds; compared with the hub's.
         inbox: limits of what the hub may have open here; None: there are none.
+        outside: whether the hub is at another site.
     """
 
     def __init__(
@@ -77,8 +81,10 @@ class Link(Endpoint):
         flow: Flow | None = None,
         clock: Callable[[], float] = time.time,
         inbox: Inbox | None = None,
+        outside: bool = False,
     ) -> None:
         super().__init__(name, waits, flow, clock)
+        self._outside = outside
         self.role = role
         self.meta = meta or {}
         self._begun = clock()
@@ -217,17 +223,17 @@ class Link(Endpoint):
         self._socket.setsockopt(zmq.RCVHWM, int(most) if math.isfinite(most) else 0)
         if self._address.startswith("tcp://"):  # as at a hub's doors
             self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+            self._socket.setsockopt(zmq.CONNECT_TIMEOUT, CONNECT_MS)
         self._socket.setsockopt(zmq.HEARTBEAT_IVL, int(PING_S * 1000))
         self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, dead_ms)
         self._socket.setsockopt(zmq.HEARTBEAT_TTL, dead_ms)  # so that the hub drops its half, and what it has queued
+        if self._outside or security is not None:
+            self._socket.setsockopt(zmq.HANDSHAKE_IVL, STRANGERS_HANDSHAKE_MS if self._outside else HANDSHAKE_MS)
         if security is not None:
             self._socket.setsockopt(zmq.CURVE_SERVERKEY, security.server)
             self._socket.setsockopt(zmq.CURVE_PUBLICKEY, security.own.public)
             self._socket.setsockopt(zmq.CURVE_SECRETKEY, security.own.secret)
             self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MAX_MS)
-            self._socket.setsockopt(
-                zmq.HANDSHAKE_IVL, HANDSHAKE_MS
-            )  # libzmq's own is half of it, and a crowd's may take longer
 
     async def send(
         self,

@@ -27,8 +27,8 @@ MOST_UNREAD = 1024
 """Messages to such a peer that wait until it reads them. It may acknowledge what it has not read, so credits alone
 bound nothing."""
 STRANGERS_HANDSHAKE_MS = 10_000
-"""Limit of a handshake at an outer door, in milliseconds: strangers reach it, and what they begin takes files and
-memory until it is closed. As many peers as there are sites come there."""
+"""Limit of a handshake between sites, in milliseconds, at both ends. Strangers reach an outer door, and what they begin
+takes files and memory until it is closed. As many peers as there are sites come there."""
 HANDSHAKE_MS = 60_000
 """Limit of a handshake between processes of a site, in milliseconds: of a thousand that come at once to a busy machine
 the last ones wait half a minute, and one that is cut off begins again behind the others. Who holds handshakes open

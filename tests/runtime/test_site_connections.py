@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from streamrl.config.cluster import ClusterConfig
-from streamrl.runtime.site_connections import CONTROLLER, home_hub
+from streamrl.runtime.site_connections import CONTROLLER, home_hub, to_home
 from streamrl.training.trainer_process import TrainerProcess
 from streamrl.transport.deadlines import WaitRegistry
 from streamrl.transport.delivery import Outbox
@@ -52,3 +53,14 @@ def test_the_controller_repeats_nothing_that_may_still_be_on_its_way_to_another_
     assert flow.silence(301) == f"has been silent for 301 s, and absence_s is {slow.absence_s:g} s"
     assert flow.resend_s == pytest.approx(resend_s, rel=0.01)  # 48 MiB take as long, or 20 s
     assert hub.flows("service-here") == context.local_flow
+
+
+@pytest.mark.parametrize(("site", "outside"), [("far", True), ("here", False)])
+def test_a_link_knows_whether_its_hub_is_at_another_site(tmp_path: Path, site: str, outside: bool) -> None:
+    async def body() -> None:
+        name = f"service-{site}"
+        link = to_home(make_place(tmp_path).context(name, site), "service", WaitRegistry(name))
+        assert link._outside == outside
+        await link.close()
+
+    asyncio.run(body())

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import select
+import socket
 from typing import Any
 
 import pytest
 import zmq
 import zmq.asyncio
+from zmq.utils.monitor import parse_monitor_message
 
 from streamrl.errors import RunFailed
 from streamrl.transport import endpoint_base
@@ -279,10 +282,13 @@ def test_a_crowd_has_time_to_get_in_at_a_door_of_its_own_site_and_strangers_have
         own = ServerSecurity(sites.home, {sites.east.public: "east"})
         hub = sites.hub().bind(address := f"tcp://127.0.0.1:{free_port()}", own)
         peer = await link("east").connect(address, scaled(10), sites.as_client(sites.east))
+        far = link("service-west", "west", outside=True)
+        await far.connect(sites.address, scaled(10), sites.as_client(sites.west))
         outer, inner = (door.socket for door in hub._doors)
         assert inner.getsockopt(zmq.BACKLOG) == outer.getsockopt(zmq.BACKLOG) == 4096
-        limits = [socket.getsockopt(zmq.HANDSHAKE_IVL) for socket in (outer, inner, peer._socket)]
-        assert limits == [10_000, 60_000, 60_000]  # milliseconds
+        limits = [one.getsockopt(zmq.HANDSHAKE_IVL) for one in (outer, far._socket, inner, peer._socket)]
+        assert limits == [10_000, 10_000, 60_000, 60_000]  # milliseconds
+        await far.close()
         await peer.close()
         await hub.close()
 
@@ -404,6 +410,37 @@ def test_a_connection_that_no_longer_carries_anything_is_made_anew(monkeypatch: 
         await east.close()
         await proxy.stop()
         await hub.close()
+
+    run(body)
+
+
+def test_an_attempt_to_connect_that_gets_no_answer_is_soon_given_up_for_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The system would go on with the first one for two minutes."""
+    monkeypatch.setattr("streamrl.transport.link.CONNECT_MS", 300)
+
+    async def body() -> None:
+        with contextlib.ExitStack() as stack:
+            listener = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
+            while True:  # until its queue is full, and further attempts are dropped
+                waiting = stack.enter_context(socket.socket())
+                waiting.setblocking(False)
+                waiting.connect_ex(listener.getsockname())
+                if not select.select([], [waiting], [], 0.2)[1]:
+                    break
+            east = link("service-east", "east")
+            events = east._socket.get_monitor_socket(zmq.EVENT_CONNECT_DELAYED | zmq.EVENT_CONNECT_RETRIED)
+            address = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
+            connecting = asyncio.create_task(east.connect(address, scaled(60)))
+            seen = [parse_monitor_message(await events.recv_multipart())["event"] for _ in range(3)]
+            delayed, retried = zmq.Event.CONNECT_DELAYED, zmq.Event.CONNECT_RETRIED
+            assert seen == [delayed, retried, delayed]
+            connecting.cancel()
+            await asyncio.gather(connecting, return_exceptions=True)
+            east._socket.disable_monitor()
+            events.close(0)
+            await east.close()
 
     run(body)
 
