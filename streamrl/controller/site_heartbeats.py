@@ -57,7 +57,9 @@ class SiteHeartbeats:
                 "compression": 1 / ratio if ratio and uplink.get("compressing") else None,
                 "congested": bool(state.get("congested")),
                 "weights_refetched": state.get("weights_refetched", 0),
+                "controller_silent_s": state.get("controller_silent_s"),
                 "publisher_silent_s": state.get("publisher_silent_s"),
+                "empty_connections": max(peer.empty_connections, state.get("empty_connections", 0)),
                 "excluded": self._excluded.get(name, ""),
             }
         return found

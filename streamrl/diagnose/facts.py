@@ -122,6 +122,10 @@ class RunFacts:
     """Sites behind links that have said goodbye; they are silent since."""
     publisher_silent_s: Mapping[str, float] = field(default_factory=dict)
     """Seconds for which each site behind a link has heard nothing of the trainer's publisher, as of `updated_at`."""
+    controller_silent_s: Mapping[str, float] = field(default_factory=dict)
+    """Seconds for which each site behind a link has heard nothing of the controller, by its last heartbeat."""
+    empty_connections: Mapping[str, int] = field(default_factory=dict)
+    """Connections in a row over which only hellos got through, by the site behind the link."""
 
     @property
     def lasted_s(self) -> float:
@@ -140,6 +144,12 @@ class SiteFacts:
     updated_at: float
     trainer_silent_s: float
     samples_waiting: int = 0
+    publisher_silent_s: float | None = None
+    """Seconds since it has heard the trainer's publisher; None: unknown."""
+    empty_connections: int = 0
+    """Connections in a row over which only its hello was answered."""
+    unresolved: str = ""
+    """Why the name of the silent trainer's site has no IP address; '': it has one."""
     later: str = ""
     """Name of the folder in which the site was started again; '': it was not."""
 

@@ -311,12 +311,14 @@ def _run(status: Mapping[str, Any]) -> RunFacts:
         sites = status.get("sites") or {}
         silent = {name: site["silent_s"] for name, site in sites.items()}
         left = [name for name, site in sites.items() if site.get("left_s") is not None]
-        told = {name: site.get("publisher_silent_s") for name, site in sites.items()}
+        silences = {
+            key: {name: site[key] for name, site in sites.items() if site.get(key) is not None}
+            for key in ("publisher_silent_s", "controller_silent_s", "empty_connections")
+        }
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"status.json: {error}") from error
     own = {"cuda": status.get("hardware") == "cuda", "silent_s": silent, "left": left}
-    own["publisher_silent_s"] = {name: seconds for name, seconds in told.items() if seconds is not None}
-    found = {**status, **own, "waits": status.get("waits") or []}
+    found = {**status, **own, **silences, "waits": status.get("waits") or []}
     return _checked(layout.STATUS, found, RunFacts)
 
 

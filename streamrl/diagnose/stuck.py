@@ -23,7 +23,7 @@ import re
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from streamrl.diagnose.conditions import Condition, Rank, condition, fatal, named, seconds
+from streamrl.diagnose.conditions import Condition, Rank, beyond, condition, fatal, named, seconds
 from streamrl.diagnose.facts import (
     FINAL,
     GRACE_S,
@@ -35,11 +35,13 @@ from streamrl.diagnose.facts import (
     STARTING_SILENT_S,
     Facts,
     ProcessFacts,
+    RunFacts,
     SiteFacts,
     WaitFacts,
     age_of,
     is_silent,
 )
+from streamrl.run_dir.status import obstacle
 
 HealthState = Literal["healthy", "slow", "stuck", "ended", "starting"]
 PUBLISHER_WAIT = "the publisher "
@@ -184,7 +186,7 @@ def _publisher_link(wait: WaitFacts, facts: Facts) -> Condition | None:
     if silent <= SILENT_AFTER_S or trainer.rank > Rank.IDLE:
         return None
     text = f"is out of reach of {wait.owner}: the link for weights (port + 1) has been silent for {seconds(silent)}"
-    return Condition(Rank.AWAY, text)
+    return Condition(Rank.AWAY, text + beyond(obstacle(facts.run.empty_connections.get(owner.site, 0))))
 
 
 def _waits_of(name: str, facts: Facts) -> list[WaitFacts]:
@@ -366,14 +368,21 @@ def _judge_site(facts: Facts, site: SiteFacts) -> Verdict:
         if age >= 0:
             silence = f"{name} has not written for {seconds(age)}"
         return Verdict("stuck", f"stuck: {silence}; it {how}", [], details)
+    why = beyond(site.unresolved) + beyond(obstacle(site.empty_connections))
     if site.trainer_silent_s > SILENT_AFTER_S:
         return Verdict(
             "stuck",
             f"stuck: {here} has heard nothing of the trainer's site for {seconds(site.trainer_silent_s + age)}; "
-            f"{site.samples_waiting} finished samples wait to be sent",
+            f"{site.samples_waiting} finished samples wait to be sent{why}",
             [],
             details,
         )
+    if (silent := site.publisher_silent_s or 0.0) > SILENT_AFTER_S:
+        state: HealthState = "stuck" if silent > facts.patience else "slow"
+        heard = f"{here} has heard nothing of the trainer's publisher of weights (port + 1) for {seconds(silent + age)}"
+        return Verdict(state, f"{state}: {heard}, and hears the controller{why}", [], details)
+    if text := obstacle(site.empty_connections):
+        return Verdict("stuck", f"stuck: {here}: {text}", [], details)
     return Verdict("healthy", f"healthy: {here} is {site.state}, and hears of the trainer's site", [], details)
 
 
@@ -398,8 +407,20 @@ def _details(facts: Facts) -> list[str]:
             found.append(f"site {site} said goodbye {seconds(silent)} ago")
         elif silent > SILENT_AFTER_S:
             found.append(f"site {site} has been silent for {seconds(silent)}")
+        elif facts.run is not None:
+            found += _half_heard(site, facts.run)
     if facts.disk_free_gb is not None and facts.disk_free_gb < LITTLE_DISK_GB:
         found.append(_little_disk(facts))
+    return found
+
+
+def _half_heard(site: str, run: RunFacts) -> list[str]:
+    """Return what is wrong with the link to a site that is heard."""
+    found = []
+    if (deaf := run.controller_silent_s.get(site, 0.0)) > SILENT_AFTER_S:
+        found.append(f"site {site} is heard, but has heard nothing of the controller for {seconds(deaf)}")
+    if text := obstacle(run.empty_connections.get(site, 0)):
+        found.append(f"site {site}: {text}")
     return found
 
 

@@ -93,8 +93,12 @@ class ServiceState(ProcessState, frozen=True):
     rtt_s: Number | None = None
     clock_offset_s: Number | None = None
     weights_refetched: Count = 0
+    controller_silent_s: Duration | None = None
+    """Seconds since it has heard the controller, as it is heard itself; None: it is at the trainer's site."""
     publisher_silent_s: Duration | None = None
     """Seconds since it has heard the trainer's publisher; None: it is at the trainer's site, or not connected yet."""
+    empty_connections: Count = 0
+    """Its connections to the controller or the publisher, in a row, over which only its hello was answered."""
 
 
 FIELDS = frozenset(one.name for one in msgspec.structs.fields(ProcessState))

@@ -19,7 +19,7 @@ from streamrl.report.terminal import plain_table
 from streamrl.run_dir.evaluations import EvaluationRow, evaluation_line
 from streamrl.run_dir.metrics import MetricsRow
 from streamrl.run_dir.start_stages import Stage
-from streamrl.run_dir.status import SINCE, RunStatus
+from streamrl.run_dir.status import SINCE, RunStatus, obstacle
 
 SHOWN_STEPS = 6
 """Newest steps in the table."""
@@ -245,7 +245,9 @@ def sites_table(status: RunStatus) -> Table:
     table = plain_table("site", "round trip", "samples in flight", "compression", "clock offset", "")
     for name, site in status.sites.items():
         notes = [site.absence] if site.away else []
+        notes += [f"it does not hear the controller for {site.controller_silent_s:.0f} s"] if site.is_deaf else []
         notes += [f"its link for weights is silent for {site.publisher_silent_s:.0f} s"] if site.lacks_weights else []
+        notes += [text] if (text := obstacle(site.empty_connections)) else []
         notes += ["congested: it starts nothing new"] if site.congested else []
         notes += [f"not used any more: {site.excluded}"] if site.excluded else []
         notes += [f"{site.weights_refetched} damaged parts of weights fetched again"] if site.weights_refetched else []

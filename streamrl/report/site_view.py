@@ -15,7 +15,7 @@ from streamrl.report.terminal import TextConsole
 from streamrl.run_dir import layout
 from streamrl.run_dir.site_status import SiteStatus, read_site
 from streamrl.run_dir.start_stages import StageReader
-from streamrl.run_dir.status import STALE_AFTER_S
+from streamrl.run_dir.status import STALE_AFTER_S, obstacle
 
 WAITS_S = 60.0
 """Most seconds between two lines while nothing starts: a site may wait hours for the trainer's site."""
@@ -94,4 +94,5 @@ def line(status: SiteStatus) -> str:
         parts.append(f"no sign of the trainer's site for {status.trainer_silent_s:.0f} s")
     if status.lacks_weights:
         parts.append(f"no sign of the trainer's publisher of weights for {status.publisher_silent_s:.0f} s")
+    parts += [text for text in (status.unresolved, obstacle(status.empty_connections)) if text]
     return "; ".join(parts)

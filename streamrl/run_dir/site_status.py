@@ -40,6 +40,10 @@ class SiteStatus(StatusModel):
     publisher_silent_s: float | None = Field(
         None, description="seconds since the last sign of life of the trainer's publisher (`port + 1`); null: unknown"
     )
+    empty_connections: int = Field(
+        0, description="connections in a row over which only the hello and its answer got through"
+    )
+    unresolved: str = Field("", description="why the name of the silent trainer's site has no IP address; '': it has")
     rtt_ms: float | None = None
     clock_offset_s: float | None = Field(None, description="the controller's clock minus this site's")
     weight_version: int | None = None

@@ -17,7 +17,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from streamrl.atomic_files import overwrite, replace_json
-from streamrl.errors import UserError, as_typed
+from streamrl.errors import ErrorCode, UserError, as_typed
 from streamrl.plain_files import read_plain
 from streamrl.run_dir import layout
 from streamrl.run_dir.jsonl import finite
@@ -132,6 +132,20 @@ ABSENT_AFTER_S = 10.0
 """Seconds of silence after which a site counts as away; it gets no new work while another site can take it."""
 
 
+MANY_EMPTY = 3
+"""Connections in a row without anything but a hello and its answer that count: a single one may have been cut."""
+
+
+def obstacle(empty_connections: int) -> str:
+    """Describe what lets small messages through a link, and no large ones; '': nothing does."""
+    if empty_connections < MANY_EMPTY:
+        return ""
+    return ErrorCode.HANG.refer(
+        f"{empty_connections} connections in a row broke after the hello: an MTU or a firewall on the way drops large "
+        "packets, or the link is far slower than its bandwidth in the cluster file"
+    )
+
+
 class RemoteSite(StatusModel):
     """A generating site behind a link, as the controller sees it."""
 
@@ -144,8 +158,15 @@ class RemoteSite(StatusModel):
     compression: float | None = Field(None, description="raw bytes of samples per byte sent")
     congested: bool = False
     weights_refetched: int = Field(0, description="parts of weights that arrived damaged and were fetched again")
+    controller_silent_s: float | None = Field(
+        None,
+        description="seconds for which it has heard nothing of the controller, as it said last; null: unknown",
+    )
     publisher_silent_s: float | None = Field(
         None, description="seconds for which it has heard nothing over the link for weights (`port + 1`); null: unknown"
+    )
+    empty_connections: int = Field(
+        0, description="connections in a row over which only the hello and its answer got through"
     )
     excluded: str = Field("", description="why it is not used any more; '': it is")
     left_s: float | None = Field(None, description="seconds since its service said goodbye; null: it is connected")
@@ -162,6 +183,11 @@ class RemoteSite(StatusModel):
     def lacks_weights(self) -> bool:
         """Whether only the link for its weights is dead."""
         return not self.away and (self.publisher_silent_s or 0.0) > ABSENT_AFTER_S
+
+    @property
+    def is_deaf(self) -> bool:
+        """Whether it is heard, and does not hear the controller."""
+        return not self.away and (self.controller_silent_s or 0.0) > ABSENT_AFTER_S
 
     @property
     def absence(self) -> str:

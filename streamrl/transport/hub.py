@@ -304,7 +304,7 @@ class Hub(Endpoint):
                 self.unknown += 1
                 self._answer(route, self._control("unknown"))
             else:
-                peer.last_seen, peer.lost = time.monotonic(), False
+                peer.last_seen, peer.lost, peer.empty_connections = time.monotonic(), False, 0
                 self._handle(peer, message, frames)
         except MalformedMessage as error:
             if peer is None and isinstance(error, OtherVersion):  # a link that cannot read this knows why as well
@@ -382,6 +382,7 @@ class Hub(Endpoint):
         peer.route, self._routes[route] = route, peer
         self._to(peer, self._control("welcome", {"hub": self.name}))
         if before != route:
+            peer.empty_connections += 1
             self._resend(peer, 0.0)
         if known is None:
             self._joined.set()

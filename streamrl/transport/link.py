@@ -94,6 +94,8 @@ class Link(Endpoint):
         """Bytes of all frames from the hub."""
         self.bytes_out = 0
         """Bytes of all frames handed to libzmq."""
+        self.empty_connections = 0
+        """Connections in a row over which the hub has answered the hello, and nothing else has come."""
         self.on_new_hub: Callable[[], None] | None = None
         """Called when the hub is a new process, before anything is sent to it or received from it.
 
@@ -313,6 +315,7 @@ class Link(Endpoint):
             elif message.session != self._hub_session:
                 self.unknown += 1  # from an earlier session of the hub
             else:
+                self.empty_connections = 0
                 self._handle(message, cost_of(frames))
         except MalformedMessage as error:
             self._refuse(error, "hub")
@@ -326,6 +329,7 @@ class Link(Endpoint):
                 return  # the answer to a repeated hello
             another = self._hub_session not in ("", message.session)
             self._hub_session = message.session
+            self.empty_connections = 1 if another else self.empty_connections + 1
             if another and self.on_new_hub is not None:
                 self.on_new_hub()
             self._hello_at = None

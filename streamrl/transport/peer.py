@@ -163,6 +163,8 @@ class Peer:
     """Time of the last message from it, in monotonic seconds."""
     state: dict[str, Any] = field(default_factory=dict)
     lost: bool = False
+    empty_connections: int = 0
+    """Connections in a row over which it has said hello and nothing else."""
     credit: asyncio.Event = field(default_factory=asyncio.Event)
     bytes_in: int = 0
     """Bytes of all frames from it; of another site's, over all sessions of its name."""

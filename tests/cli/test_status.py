@@ -137,6 +137,16 @@ def test_a_sites_line_tells_of_a_dead_link_for_weights(
     assert "no sign of the trainer's publisher of weights for 41 s" in capsys.readouterr().out
 
 
+def test_a_sites_line_tells_why_nothing_gets_through(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    trouble = "the name home.test cannot be resolved: no answer within 10 s"
+    site(folder, trainer_silent_s=41.0, unresolved=trouble, empty_connections=3)
+    assert streamrl(monkeypatch, "status", folder) == 0
+    shown = capsys.readouterr().out
+    assert f"no sign of the trainer's site for 41 s; {trouble}; 3 connections in a row broke after the hello" in shown
+
+
 def test_a_site_that_does_not_serve_yet_starts(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
     write_site(folder, starting("west"))
     say(folder, "service-west", "starting Python")

@@ -60,6 +60,7 @@ class Wire:
                 state={},
                 bytes_in=0,
                 bytes_out=0,
+                empty_connections=0,
             )
             for name in names
         }
@@ -485,8 +486,11 @@ def test_the_status_of_a_remote_site_shows_what_is_known_of_it(wire: Wire, servi
         "uplink": {"backlog_samples": 3, "compressing": True, "ratio": 0.4},
         "congested": True,
         "weights_refetched": 1,
+        "controller_silent_s": 11.0,
         "publisher_silent_s": 40.0,
+        "empty_connections": 2,
     }
+    wire.peers["service-far"].empty_connections = 1
     wire.silent["service-far"] = 12.0
     assert services.heartbeats.remote() == {
         "far": {
@@ -497,7 +501,9 @@ def test_the_status_of_a_remote_site_shows_what_is_known_of_it(wire: Wire, servi
             "compression": pytest.approx(2.5),
             "congested": True,
             "weights_refetched": 1,
+            "controller_silent_s": 11.0,
             "publisher_silent_s": 40.0,
+            "empty_connections": 2,
             "excluded": "",
         }
     }

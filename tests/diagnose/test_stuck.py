@@ -334,6 +334,26 @@ def test_a_dead_link_for_weights_is_named_and_not_the_trainer() -> None:
     assert link not in stopped and "is stopped (SIGSTOP)" in stopped, "the trainer's own state explains its silence"
 
 
+def test_a_site_that_is_heard_and_does_not_hear_the_controller_is_named() -> None:
+    told = {"silent_s": {"b": 0.4}, "controller_silent_s": {"b": 25.0}}
+    verdict = judge(facts(SAMPLES, processes=remote(), into_step_s=90.0, **told))
+    heard = "is out of reach: its site is heard, but has heard nothing of the controller for 25 s"
+    assert verdict.state == "stuck" and verdict.sentence.endswith(heard)
+    large = "4 connections in a row broke after the hello: an MTU or a firewall on the way drops large packets, or "
+    verdict = judge(facts(SAMPLES, processes=remote(), into_step_s=90.0, **told, empty_connections={"b": 4}))
+    assert f"{heard}; {large}" in verdict.sentence
+    quick = judge(facts(SAMPLES, processes=remote(), **told, empty_connections={"b": 4}))
+    assert quick.state == "healthy" and len(quick.details) == 2
+    assert quick.details[0] == "site b is heard, but has heard nothing of the controller for 25 s"
+    assert quick.details[1].startswith(f"site b: {large}")
+    few = {"controller_silent_s": {"b": 2.0}, "empty_connections": {"b": 2}, "silent_s": {"b": 0.4}}
+    assert judge(facts(SAMPLES, processes=remote(), **few)).details == []
+    silent = judge(
+        facts(SAMPLES, processes=remote(), into_step_s=90.0, silent_s={"b": 20.0}, empty_connections={"b": 4})
+    )
+    assert f"its site has been silent for 20 s; {large}" in silent.sentence
+
+
 def test_waiting_for_a_site_that_has_said_goodbye() -> None:
     told = facts(SAMPLES, processes=remote(), silent_s={"b": 3.0}, left=frozenset({"b"}), into_step_s=90.0)
     verdict = judge(told)
@@ -343,11 +363,13 @@ def test_waiting_for_a_site_that_has_said_goodbye() -> None:
 
 
 def test_the_status_tells_which_sites_have_said_goodbye(tmp_path: Path) -> None:
-    sites = {"b": {"silent_s": 3.0, "left_s": 3.0}, "c": {"silent_s": 3.0, "publisher_silent_s": 9.0}}
+    half = {"publisher_silent_s": 9.0, "controller_silent_s": 8.0, "empty_connections": 3}
+    sites = {"b": {"silent_s": 3.0, "left_s": 3.0}, "c": {"silent_s": 3.0, **half}}
     status.write_status(tmp_path, make_status(3, 20, time.time(), sites=sites))
     run = collect(tmp_path).run
     assert run is not None and (run.left, dict(run.silent_s)) == ({"b"}, {"b": 3.0, "c": 3.0})
-    assert dict(run.publisher_silent_s) == {"c": 9.0}
+    assert (dict(run.publisher_silent_s), dict(run.controller_silent_s)) == ({"c": 9.0}, {"c": 8.0})
+    assert run.empty_connections["c"] == 3
 
 
 def test_a_site_that_is_away_while_the_step_is_in_its_ordinary_time_is_only_told() -> None:
@@ -514,6 +536,16 @@ def test_a_site_with_a_launcher_of_its_own_is_judged_by_what_it_hears() -> None:
     assert judge(Facts(NOW, None, service, site=site)).state == "healthy"
     deaf = judge(Facts(NOW, None, service, site=replace(site, trainer_silent_s=80.0)))
     assert deaf.state == "stuck" and "has heard nothing of the trainer's site for 80 s" in deaf.sentence
+    name = "the name home.test cannot be resolved: no answer within 10 s"
+    lost = judge(Facts(NOW, None, service, site=replace(site, trainer_silent_s=80.0, unresolved=name)))
+    assert lost.sentence.endswith(f"3 finished samples wait to be sent; {name}")
+    for silent_s, state in ((5.0, "healthy"), (20.0, "slow"), (41.0, "stuck")):
+        without = judge(Facts(NOW, None, service, site=replace(site, publisher_silent_s=silent_s, unresolved=name)))
+        assert without.state == state
+    heard = "has heard nothing of the trainer's publisher of weights (port + 1) for 42 s, and hears the controller; "
+    assert without.sentence.endswith(heard + name), "half a second since it was written"
+    large = judge(Facts(NOW, None, service, site=replace(site, empty_connections=3)))
+    assert large.state == "stuck" and "site b: 3 connections in a row broke after the hello" in large.sentence
     stopped = (replace(service[0], alive="stopped"),)
     assert "kill -CONT 51" in judge(Facts(NOW, None, stopped, site=site)).sentence
 

@@ -384,6 +384,22 @@ def test_the_silence_of_the_publisher_is_told_once_it_is_connected(tmp_path: Pat
     asyncio.run(play())
 
 
+def test_what_is_wrong_with_the_links_of_a_site_is_told(tmp_path: Path) -> None:
+    async def play() -> None:
+        async with service_in(tmp_path) as service:
+            state, home, weights = service.site_state, service.uplink.link, service.weights.home.link
+            assert state.status()["unresolved"] == ""
+            home._last_seen -= 40.0
+            weights._last_seen -= 40.0
+            home.empty_connections, weights.empty_connections = 1, 4
+            weights._names.trouble = "the name home.test cannot be resolved: no answer within 10 s"
+            assert state.heartbeat()["controller_silent_s"] >= 40.0
+            assert state.heartbeat()["empty_connections"] == state.status()["empty_connections"] == 4
+            assert state.status()["unresolved"] == weights._names.trouble
+
+    asyncio.run(play())
+
+
 def full(path: Path, values: object) -> None:
     raise OSError(errno.ENOSPC, "No space left on device")
 

@@ -187,6 +187,18 @@ def test_a_dead_link_for_weights_is_shown_unless_the_whole_site_is_away(make_run
     assert "no sign of it for 50 s" in shown(50.0) and "link for weights" not in shown(50.0)
 
 
+def test_a_site_that_is_heard_and_does_not_hear_the_controller_is_shown(make_run: RunMaker) -> None:
+    folder = make_run(1, rollouts=False, trace=False)
+
+    def shown(silent_s: float) -> str:
+        site = {"silent_s": silent_s, "controller_silent_s": 41.0, "empty_connections": 3}
+        write_status(folder, make_status(1, 20, START, sites={"west": site}))
+        return picture(folder, START, 200)
+
+    assert "it does not hear the controller for 41 s; 3 connections in a row broke after the hello" in shown(0.5)
+    assert "hear the controller" not in shown(50.0)
+
+
 def test_a_failed_run_shows_its_error(make_run: RunMaker) -> None:
     run_dir = make_run(2, rollouts=False, trace=False, state="failed", error="here-regular-0 died: [out of memory]")
     assert "here-regular-0 died: [out of memory]" in picture(run_dir, START + 500)

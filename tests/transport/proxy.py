@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 
 from tests.ports import free_port
 
@@ -17,6 +18,8 @@ class Proxy:
         """What came from each client, one entry per connection."""
         self.deaf: set[int] = set()
         """Connections, by index, whose bytes are taken and not passed on."""
+        self.most_bytes = math.inf
+        """Bytes that each new connection carries in each direction; the rest is taken and not passed on."""
         self._server: asyncio.Server | None = None
         self._writers: list[asyncio.StreamWriter] = []
         self._pipes: set[asyncio.Task[None]] = set()
@@ -57,11 +60,13 @@ class Proxy:
     async def _pipe(
         self, index: int, source: asyncio.StreamReader, sink: asyncio.StreamWriter, keep: bytearray | None
     ) -> None:
+        left = self.most_bytes
         with contextlib.suppress(OSError):
             while data := await source.read(65536):
                 if keep is not None:
                     keep += data
-                if index not in self.deaf:
+                left -= len(data)
+                if index not in self.deaf and left >= 0:
                     sink.write(data)
                     await sink.drain()
         sink.transport.abort()

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import select
 import socket
 from typing import Any
 
+import numpy as np
 import pytest
 import zmq
 import zmq.asyncio
@@ -407,6 +409,40 @@ def test_a_connection_that_no_longer_carries_anything_is_made_anew(monkeypatch: 
         await east.send("item", {"i": 1})
         assert (await hub.receive()).body == {"i": 1}
         assert len(proxy.sent_by_clients) >= 2  # one more after each standstill of this machine
+        await east.close()
+        await proxy.stop()
+        await hub.close()
+
+    run(body)
+
+
+@pytest.mark.parametrize("upwards", [True, False])
+def test_connections_that_carry_nothing_but_a_hello_are_counted(monkeypatch: pytest.MonkeyPatch, upwards: bool) -> None:
+    """As where large packets are dropped on the way."""
+    monkeypatch.setattr(endpoint_base, "HEARTBEAT_S", 0.1)
+    monkeypatch.setattr("streamrl.transport.link.PING_S", 0.1)
+    monkeypatch.setattr("streamrl.transport.link.DEAD_AFTER_S", 0.3)
+
+    async def body() -> None:
+        sites = Sites()
+        hub = sites.hub(flow=Flow(resend_s=0.3))
+        proxy = await Proxy(sites.port).start()
+        east = link("service-east", "east", flow=Flow(resend_s=0.3))
+        await east.connect(proxy.address, scaled(10), sites.as_client(sites.east))
+        peer = hub.peers["service-east"]
+        await until(lambda: east.empty_connections == peer.empty_connections == 0, what="heartbeats")
+        proxy.most_bytes = 20_000
+        await proxy.stop()
+        await proxy.start()
+        data = {"data": np.zeros(100_000, np.uint8)}
+        await (east.send("item", arrays=data) if upwards else hub.send("service-east", "item", arrays=data))
+        await until(lambda: east.empty_connections >= 3)
+        await until(lambda: peer.empty_connections >= 3 or not upwards)
+        proxy.most_bytes = math.inf
+        await proxy.stop()
+        await proxy.start()
+        assert (await (hub if upwards else east).receive()).kind == "item"
+        await until(lambda: east.empty_connections == peer.empty_connections == 0)
         await east.close()
         await proxy.stop()
         await hub.close()

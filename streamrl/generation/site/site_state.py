@@ -72,7 +72,9 @@ class SiteState:
             "congested": self._uplink.congested,
             "uplink": self._uplink.state(),
             "weights_refetched": self._weights.corrupt,
+            "controller_silent_s": self._uplink.link.silent_for if self._context.remote else None,
             "publisher_silent_s": self._weights.publisher_silent_s,
+            "empty_connections": self._empty_connections,
             "instances": self._instances(),
             "agents": self._agents_state(),
         }
@@ -88,6 +90,8 @@ class SiteState:
             "state": self.state,
             "trainer_silent_s": self._uplink.link.silent_for,
             "publisher_silent_s": self._weights.publisher_silent_s,
+            "empty_connections": self._empty_connections,
+            "unresolved": self._uplink.link.unresolved or self._weights.home.link.unresolved,
             "rtt_ms": None if clock.rtt_s is None else clock.rtt_s * 1e3,
             "clock_offset_s": clock.offset_s,
             "weight_version": self._weights.version,
@@ -104,6 +108,10 @@ class SiteState:
             "agents_silent_s": agents.get("silent_s"),
             "agents_session": agents.get("session", ""),
         }
+
+    @property
+    def _empty_connections(self) -> int:
+        return max(link.empty_connections for link in (self._uplink.link, self._weights.home.link))
 
     def _instances(self) -> dict[str, dict[str, Any]]:
         """Return every instance's last heartbeat, as far as it is passed on: its requests' progress stays here."""
