@@ -33,6 +33,8 @@ MOST_GIVEN_BYTES = 4 * 2**20
 CHUNK_S = 0.25
 """Longest time for which one chunk of weights occupies a link, so that samples behind it do not wait long."""
 MIN_CHUNK_BYTES = 64 * 1024
+SLOWER = 4
+"""How many times slower than declared a link may be and still carry the largest message before it is taken for dead."""
 
 
 def to_home(context: RoleContext, role: str, waits: WaitRegistry) -> Link:
@@ -151,5 +153,5 @@ def _link(
     if over is None:
         return Link(context.name, role, waits, {"site": context.site}, flow=context.local_flow)
     about = {"site": context.site, "agreement": context.agreement}
-    flow = context.link_flow(over, BATCH_BYTES)
-    return Link(context.name, role, waits, about, flow=flow, inbox=inbox, outside=True)
+    flow, largest_s = context.link_flow(over, BATCH_BYTES), SLOWER * MOST_GIVEN_BYTES / over.bytes_per_s
+    return Link(context.name, role, waits, about, flow=flow, inbox=inbox, outside=True, largest_s=largest_s)

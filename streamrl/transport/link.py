@@ -42,7 +42,8 @@ FIRST_BEATS = 10
 PING_S = 5.0
 """Seconds between ZMTP pings, which the hub's I/O thread answers however busy its process is."""
 DEAD_AFTER_S = 30.0
-"""Seconds without an answer to a ping (or as long as a full window may take) after which libzmq reconnects.
+"""Seconds without an answer to a ping (or as long as a full window may take) after which libzmq reconnects. Nothing
+counts as one before it has arrived as a whole.
 
 A firewall that has forgotten a connection does not close it.
 """
@@ -69,6 +70,7 @@ class Link(Endpoint):
         clock: returns unix seconds; compared with the hub's.
         inbox: limits of what the hub may have open here; None: there are none.
         outside: whether the hub is at another site.
+        largest_s: seconds that the largest message may take to arrive.
     """
 
     def __init__(
@@ -82,9 +84,10 @@ class Link(Endpoint):
         clock: Callable[[], float] = time.time,
         inbox: Inbox | None = None,
         outside: bool = False,
+        largest_s: float = 0.0,
     ) -> None:
         super().__init__(name, waits, flow, clock)
-        self._outside = outside
+        self._outside, self._largest_s = outside, largest_s
         self.role = role
         self.meta = meta or {}
         self._begun = clock()
@@ -217,7 +220,7 @@ class Link(Endpoint):
                 self._dial(numeric)
 
     def _configure(self, security: ClientSecurity | None) -> None:
-        dead_ms = int(min(max(DEAD_AFTER_S, self.flow.resend_s), LONGEST_DEAD_S) * 1000)
+        dead_ms = int(min(max(DEAD_AFTER_S, self.flow.resend_s, self._largest_s), LONGEST_DEAD_S) * 1000)
         self._socket.setsockopt(zmq.IMMEDIATE, 1)  # nothing is queued for a connection that does not exist yet
         self._socket.setsockopt(zmq.LINGER, endpoint_base.LINGER_MS)  # also of a connection to an earlier address
         self._socket.setsockopt(zmq.SNDHWM, 0)  # credits bound what is in flight

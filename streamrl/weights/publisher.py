@@ -28,11 +28,12 @@ from streamrl.protocol.message import MessageReader, wire
 from streamrl.protocol.speakers import RIGHTS
 from streamrl.protocol.weights import Chunk, Fetch, FetchAgain, Have, ManifestOf, NoVersion
 from streamrl.runtime.processes import this_host
+from streamrl.runtime.site_connections import MIN_CHUNK_BYTES
 from streamrl.transport.endpoint import Hub
 from streamrl.weights.chain import Chain, ChainStep, Unreachable
 from streamrl.weights.codec.delta import encode_tensor
 from streamrl.weights.description import DESCRIPTION, describe
-from streamrl.weights.pacing import Pacer
+from streamrl.weights.pacing import ChunkSize, Pacer
 from streamrl.weights.version import Manifest, Part, Stream, bytes_of, checksum
 
 log = logging.getLogger(__name__)
@@ -66,6 +67,12 @@ class _Transfer:
     manifest: Manifest
     streams: tuple[Stream, ...]
     is_delta: bool
+
+
+def _measured(tried: ChunkSize, nbytes: int) -> Callable[[], None]:
+    """Return the function to be called once a chunk that is sent now is acknowledged."""
+    began = time.monotonic()
+    return lambda: tried.acknowledged(nbytes, time.monotonic() - began)
 
 
 class _Refused(Exception):
@@ -107,6 +114,8 @@ class WeightPublisher:
         """Transfer of each relay, until the relay reports that it has the version."""
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._pacers: dict[str, Pacer] = {}
+        self._sizes: dict[str, ChunkSize] = {}
+        """Sizes of chunks to relays behind links."""
         self._described: dict[tuple[tuple[int, int | None, bool], ...], asyncio.Task[np.ndarray]] = {}
         """Descriptions made last, by number, base and coding of their parts."""
 
@@ -166,6 +175,7 @@ class WeightPublisher:
                         task.cancel()
                     self._open.pop(delivery.peer, None)
                     self._pacers.pop(delivery.peer, None)
+                    self._sizes.pop(delivery.peer, None)
                     self.chain.left(delivery.peer)
                     self._collect()
             delivery.ack()
@@ -281,14 +291,19 @@ class WeightPublisher:
         self, peer: str, transfer: _Transfer, request: int, ranges: list[tuple[int, int, int]]
     ) -> None:
         """Send ranges (part, offset, bytes) of the transfer's streams in chunks, within the peer's rate."""
-        pacer, size = self._pacers.setdefault(peer, Pacer()), self.chunk_of(peer)
+        pacer, most = self._pacers.setdefault(peer, Pacer()), self.chunk_of(peer)
+        tried = None if self.rate_of(peer) is None else self._sizes.setdefault(peer, ChunkSize(MIN_CHUNK_BYTES))
         for part, first, nbytes in ranges:
-            stream = transfer.streams[part][1]
-            for offset in range(first, first + nbytes, size):
+            stream, offset = transfer.streams[part][1], first
+            while offset < first + nbytes:
+                size = most if tried is None else tried.within(most)
                 chunk = stream[offset : min(offset + size, first + nbytes)]
                 if (wait_s := pacer.wait_s(chunk.nbytes, self.rate_of(peer), time.monotonic())) > 0:
                     await asyncio.sleep(wait_s)
-                await self.hub.send(peer, *wire(Chunk(request=request, part=part, offset=offset)), {"data": chunk})
+                on_ack = None if tried is None else _measured(tried, chunk.nbytes)
+                order = Chunk(request=request, part=part, offset=offset)
+                await self.hub.send(peer, *wire(order), {"data": chunk}, on_ack=on_ack)
+                offset += chunk.nbytes
 
     async def _prepare(self, peer: str, order: Fetch) -> _Transfer:
         """Choose what to send.

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import zmq
 
 from streamrl.config.cluster import ClusterConfig
 from streamrl.runtime.site_connections import CONTROLLER, home_hub, to_home
@@ -55,12 +56,22 @@ def test_the_controller_repeats_nothing_that_may_still_be_on_its_way_to_another_
     assert hub.flows("service-here") == context.local_flow
 
 
-@pytest.mark.parametrize(("site", "outside"), [("far", True), ("here", False)])
-def test_a_link_knows_whether_its_hub_is_at_another_site(tmp_path: Path, site: str, outside: bool) -> None:
+@pytest.mark.parametrize(
+    ("site", "outside", "mbit_s", "largest_s"),
+    [("far", True, 1, 134.2), ("far", True, 1000, 0.134), ("here", False, 1, 0)],
+)
+def test_a_link_to_another_site_is_alive_for_as_long_as_its_largest_message_may_take(
+    tmp_path: Path, site: str, outside: bool, mbit_s: float, largest_s: float
+) -> None:
     async def body() -> None:
         name = f"service-{site}"
-        link = to_home(make_place(tmp_path).context(name, site), "service", WaitRegistry(name))
-        assert link._outside == outside
+        context = make_place(tmp_path).context(name, site)
+        values = context.cluster.model_dump()
+        values["links"][0] |= {"bandwidth_gbit_s": mbit_s / 1000}
+        link = to_home(replace(context, cluster=ClusterConfig.model_validate(values)), "service", WaitRegistry(name))
+        assert (link._outside, link._largest_s) == (outside, pytest.approx(largest_s, rel=0.01))
+        link._configure(None)
+        assert link._socket.getsockopt(zmq.HEARTBEAT_TIMEOUT) == pytest.approx(max(30_000, 1000 * largest_s), rel=0.01)
         await link.close()
 
     asyncio.run(body())

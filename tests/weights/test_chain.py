@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamrl.weights.chain import Chain, ChainStep, Unreachable
-from streamrl.weights.pacing import BURST_S, Pacer
+from streamrl.weights.pacing import BURST_S, LONG_S, QUICK_S, ChunkSize, Pacer
 
 FULL = 1000
 
@@ -288,3 +288,24 @@ def test_pacing_uses_the_whole_rate_also_when_the_sender_wakes_late() -> None:
     assert pacer.wait_s(10**9, None, now) == 0
     with pytest.raises(ValueError, match="lets nothing go"):
         pacer.wait_s(1, 0, now)
+
+
+def test_chunks_grow_while_they_are_acknowledged_quickly_and_shrink_over_a_link_that_is_too_slow() -> None:
+    size, most, sent = ChunkSize(1000), 3000, []
+    for took_s in (0.1, 0.1, 0.1, QUICK_S, LONG_S, 11.0, 11.0, 11.0, 0.1):
+        sent.append(size.within(most))
+        size.acknowledged(sent[-1], took_s)
+    assert sent == [1000, 2000, 3000, 3000, 3000, 3000, 1500, 1000, 1000] and size.within(most) == 2000
+    assert ChunkSize(1000).within(500) == 500
+    size.acknowledged(1000, 0.1)
+    assert size.within(most) == 2000, "it was sent before, and says nothing of larger ones"
+
+
+def test_a_link_far_below_its_declared_bandwidth_gets_chunks_that_arrive_before_it_is_taken_for_dead() -> None:
+    """Chunks of 1.5 MB are declared, of which none arrives within 30 s at 40 kB/s; two are in flight at most."""
+    size, rate, slowest = ChunkSize(64 * 1024), 40_000.0, 0.0
+    for _ in range(50):
+        nbytes = size.within(1_562_500)
+        slowest = max(slowest, nbytes / rate)
+        size.acknowledged(nbytes, 3 * nbytes / rate)
+    assert slowest < 30 / 2

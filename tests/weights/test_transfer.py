@@ -565,6 +565,23 @@ def test_chunks_are_as_small_as_the_relay_s_link_wants_and_no_faster_than_its_ra
     )
 
 
+def test_chunks_over_a_link_begin_small_and_grow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(publisher_module, "MIN_CHUNK_BYTES", 100)
+
+    async def body(world: World) -> None:
+        version = Policy().version()
+        await world.publisher.publish(*version)
+        far, near = await world.relay("far", "raw", DamagingLink), await world.relay("near", "raw", DamagingLink)
+        for relay in (far, near):
+            await world.fetch(relay, version)
+        assert near.link.chunk_bytes[0] == 1000
+        assert far.link.chunk_bytes[0] == 100 < max(far.link.chunk_bytes) <= 1000
+        assert sum(far.link.chunk_bytes) == sum(near.link.chunk_bytes)
+
+    rates = {"far": 1e9, "near": None}
+    in_world(tmp_path, body, rate_of=rates.__getitem__, chunk_of=lambda peer: 1000)
+
+
 def test_a_version_that_cannot_be_coded_ends_the_run_on_both_sides(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
