@@ -206,15 +206,16 @@ class Link(Endpoint):
 
         If the look-up fails, the old address may still be the right one.
         """
-        named = ""
+        named = False
         while True:
             await asyncio.sleep(LOOK_UP_S)
             if not self._is_silent:
+                named = False
                 continue
             numeric = await self._names.numeric(LOOK_UP_LIMIT_S)
-            if self._names.trouble not in ("", named):
+            if self._names.trouble and not named:  # once in each silence, as the reasons of resolvers change
                 log.warning("%s is silent, and %s", self._hub, self._names.trouble)
-            named = self._names.trouble
+                named = True
             if numeric not in (None, self._dialled) and self._is_silent:
                 log.warning("%s is silent, and now has the address %s", self._hub, numeric)
                 self._dial(numeric)

@@ -96,7 +96,9 @@ def test_a_silent_hub_whose_name_has_a_new_address_is_reached_there(server: Name
     run(body)
 
 
-def test_a_name_server_that_is_gone_is_named_and_holds_up_no_other_link(server: NameServer) -> None:
+def test_a_name_server_that_is_gone_is_named_and_holds_up_no_other_link(
+    server: NameServer, caplog: pytest.LogCaptureFixture
+) -> None:
     async def body() -> None:
         port = free_port()
         hub, near = hub_at("127.0.0.1", port), hub_at("127.0.0.1", free_port())
@@ -111,6 +113,8 @@ def test_a_name_server_that_is_gone_is_named_and_holds_up_no_other_link(server: 
         await east.send("item", {"i": 2})
         assert (await hub.receive()).body == {"i": 2}
         await until(lambda: east.unresolved == "", what="it is heard")
+        named = [one for one in caplog.messages if "cannot be resolved" in one]
+        assert len(named) >= 1 and named[0].startswith(f"the hub at tcp://home.test:{port} is silent, and the name")
         for one in (east, beside, hub, near):
             await one.close()
 
