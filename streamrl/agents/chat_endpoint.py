@@ -31,7 +31,7 @@ from streamrl.agents.chat_calls import check_model, check_variables, generate_an
 from streamrl.agents.dialects import DIALECTS, CallBody, Dialect, dialect_of
 from streamrl.agents.episode import POLICY, EpisodeOrder, GenerateTurn
 from streamrl.agents.rendering import ChatRenderer
-from streamrl.agents.session import Session, SessionLimits, TooManyRun
+from streamrl.agents.session import BYTES_READ, Session, SessionLimits, TooManyRun
 from streamrl.agents.turns import Call, CallError, Turn
 from streamrl.rollouts.plain_text import plain_text
 from streamrl.rollouts.trajectory import EpisodeStep
@@ -41,6 +41,7 @@ PATHS = f"{', '.join(one.path for one in DIALECTS)}, /v1/models and /inference/v
 BYTES_PER_TOKEN = 32
 """Bytes of a body per token of the context that are always enough: escaped text has up to 6 bytes per character."""
 LEAST_BODY = 1 << 20
+"""Bytes of a body that are rendered even where the context is small."""
 CALLS_PER_TURN = 50
 """Calls per turn that an episode may make, refused ones included, before it is refused for good."""
 STREAM_WAITS_S = 15.0
@@ -215,6 +216,8 @@ class ChatEndpoint:
         try:
             call, values = dialect.read(body, dict(request.headers), self._models, session.session.turns)
             check_variables(values, self._renderer.variables)
+            if len(body) > (most := _most_bytes(session)):
+                raise session.session.too_large(call, most, session.now())
             turn = await self._begin(session, call, request)
         except CallError as error:
             self._refused(session, error)
@@ -242,8 +245,11 @@ class ChatEndpoint:
     async def _body(self, request: Request) -> tuple[OpenSession, bytes]:
         """Return the session and the body of a call.
 
+        One that is too large to be read is taken to its end all the same: clients that are still sending it would not
+        see the answer.
+
         Raises:
-            CallError: there is no such session, it calls without end, or the body is too large.
+            CallError: there is no such session, it calls without end, or the body is too large to be read.
         """
         session = self._session(request)
         limits = session.session.limits
@@ -252,17 +258,22 @@ class ChatEndpoint:
             raise CallError(
                 403, "too_many_calls", f"this episode has made {session.calls - 1} calls; no more are taken"
             )
-        most = max(LEAST_BODY, BYTES_PER_TOKEN * limits.max_context)
-        body = bytearray()
+        most = _most_bytes(session)
+        body, fits = bytearray(), True
         try:
             async for part in request.stream():
-                body += part
-                if len(body) > most:
-                    error = CallError(413, "body_too_large", f"a call has at most {most} bytes")
-                    self._refused(session, error)
-                    raise error
+                if fits := fits and len(body) + len(part) <= BYTES_READ * most:
+                    body += part
+                elif session.id not in self.sessions:
+                    raise _episode_over()
+                else:
+                    body.clear()
         except ClientDisconnect:
             raise CallError(400, "incomplete_body", "the body ended early") from None
+        if not fits:
+            error = session.session.too_large(None, most, session.now())
+            self._refused(session, error)
+            raise error
         return session, bytes(body)
 
     async def _begin(self, session: OpenSession, call: Call, request: Request) -> Turn | None:
@@ -402,6 +413,11 @@ class _Streamed(StreamingResponse):
 
 def _model(name: str) -> dict[str, Any]:
     return {"id": name, "object": "model", "created": 0, "owned_by": "streamrl"}
+
+
+def _most_bytes(session: OpenSession) -> int:
+    """Return the bytes of a body above which its prompt leaves no room for an answer."""
+    return max(LEAST_BODY, BYTES_PER_TOKEN * session.session.limits.max_context)
 
 
 def _episode_over() -> CallError:

@@ -39,6 +39,9 @@ from streamrl.rollouts.seeds import derive_seed
 from streamrl.rollouts.trajectory import NOT_SAMPLED
 from streamrl.rollouts.types import IntArray
 
+BYTES_READ = 8
+"""Times the bytes that may leave room for an answer of which a call is read at all."""
+
 
 class TooManyRun(Exception):
     """The episode generates as many turns as it may at a time; the call can be made once one of them has ended."""
@@ -116,13 +119,7 @@ class Session:
             text = "the chat template makes no token of the messages: expected messages that it writes"
             raise CallError(400, "invalid_messages", text)
         if length >= self.limits.max_context:
-            self._refused.add(NO_ROOM, call, turn.parent, now, self.turns)
-            raise CallError(
-                400,
-                NO_ROOM,
-                f"the prompt has {length} tokens, which leaves no room for an answer: the context has "
-                f"{self.limits.max_context} tokens (model.max_context)",
-            )
+            raise self._no_room(call, turn.parent, f"{length} tokens > {self.limits.max_context - 1} maximum", now)
         rows, largest = self.limits.rows, int(turn.order.prompt_tokens.max(initial=0))
         if rows is not None and largest >= rows:
             text = f"the prompt has token {largest}, but the model knows {rows} tokens, from 0"
@@ -134,6 +131,33 @@ class Session:
         self._take(call, turn)
         self._numbers += 1
         return turn, True
+
+    def too_large(self, call: Call | None, most: int, now: float) -> CallError:
+        """Record a call whose body is larger than any that leaves room for an answer, without making tokens of it.
+
+        Args:
+            call: the call; None: its body was too large even to be read.
+            most: bytes of a body that may leave room.
+            now: unix seconds.
+
+        Returns:
+            The refusal.
+        """
+        if call is None:
+            return self._no_room(Call([], [], b""), None, f"the call has more than {BYTES_READ * most} bytes", now)
+        found = digests(call.messages, call.tools)
+        same = next((same for digest in reversed(found[1:]) if (same := self._answered.get(digest))), None)
+        parent = min(same, key=_preference) if same else None
+        return self._no_room(call, parent, f"the call has more than {most} bytes", now)
+
+    def _no_room(self, call: Call, parent: Turn | None, length: str, now: float) -> CallError:
+        """Record a call that leaves no room for an answer; libraries know such a refusal by phrases of its text."""
+        self._refused.add(NO_ROOM, call, parent, now, self.turns)
+        text = (
+            f"the prompt is too long: {length}, which leaves no room for an answer, as this model's maximum context "
+            f"length is {self.limits.max_context} tokens (model.max_context)"
+        )
+        return CallError(400, NO_ROOM, text)
 
     def finish(self, turn: Turn, generated: GeneratedTurn, now: float) -> None:
         """Record a turn's answer; from now on it can be extended."""

@@ -189,7 +189,7 @@ def test_bad_calls_get_errors_that_an_openai_client_understands_and_cost_no_turn
             answer = await call(client, **change)
             error = answer.json()["error"]
             assert (answer.status_code, text in error["message"]) == (status, True), (change, error)
-        for body, status in ((b"{", 400), (b"[" * 100_000, 400), (b"[]", 400), (b" " * (2 << 20), 413)):
+        for body, status in ((b"{", 400), (b"[" * 100_000, 400), (b"[]", 400), (b" " * (2 << 20), 400)):
             assert (await client.post("chat/completions", content=body)).status_code == status
         unknown = (await client.post("embeddings", json={})).json()["error"]["message"]
         assert "embeddings: Not Found; there are /v1/chat/completions" in unknown
@@ -213,7 +213,7 @@ def test_a_first_prompt_that_the_context_does_not_hold_is_named() -> None:
 
     void = play(Model(), over_http(agent), max_context=200).void
     assert void is not None and void.cause is VoidCause.ENVIRONMENT and void.text.startswith(ALL_REFUSED)
-    told = r": context_length_exceeded: the prompt has \d+ tokens, .* has 200 tokens \(model.max_context\)$"
+    told = r": context_length_exceeded: the prompt is too long: \d+ tokens .* is 200 tokens \(model.max_context\)$"
     assert re.search(told, void.text)
 
 

@@ -19,6 +19,7 @@ from tests.agents.test_session import MORE, answered, session
 from tests.agents.test_session import call as asked
 
 FULL = {"role": "user", "content": "x " * 600}
+LARGE = {"role": "user", "content": "x " * (1 << 20)}
 SHORT = {"role": "user", "content": "x " * 20}
 SYSTEM = {"role": "system", "content": "Be brief."}
 
@@ -112,8 +113,36 @@ def test_an_agent_that_shortens_its_conversation_and_goes_on_is_not_cut() -> Non
 
 
 @pytest.mark.parametrize(
+    ("mib", "shortened", "finish"), [(2, True, "stop"), (2, False, "length"), (9, False, "length")]
+)
+def test_a_call_of_which_no_tokens_are_made_because_it_is_too_large_has_used_up_the_context(
+    mib: int, shortened: bool, finish: str
+) -> None:
+    async def agent(client: httpx2.AsyncClient) -> None:
+        first = (await call(client, USER)).json()["choices"][0]["message"]
+        answer = await call(client, USER, first, {"role": "user", "content": "x " * (mib << 19)})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (400, "context_length_exceeded")
+        assert f"too long: the call has more than {1 << 20 if mib == 2 else 8 << 20} bytes" in answer.text
+        assert (await call(client, *([USER, first, SHORT] if shortened else [MORE]))).status_code == 200
+
+    episode = play(Model(), over_http(agent), max_context=500)
+    assert (episode.reward, episode.finish_reason, len(episode.rows)) == (1.0, finish, 1 if shortened else 2)
+
+
+def test_a_large_call_with_something_else_than_text_is_told_so() -> None:
+    async def agent(client: httpx2.AsyncClient) -> None:
+        image = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "a" * (2 << 20)}}
+        assert (
+            "reads text only" in (await call(client, {"role": "user", "content": [image]})).json()["error"]["message"]
+        )
+
+    assert play(Model(), over_http(agent), max_context=500).void is not None
+
+
+@pytest.mark.parametrize(
     ("questions", "reward"),
     [
+        ([LARGE, USER], 0.0),
         ([FULL, USER], 0.0),  # another thread's call comes later
         ([USER, FULL], 0.0),
         ([FULL, SHORT], None),  # it goes on, and then fails for a reason of its own
@@ -130,7 +159,7 @@ def test_an_agent_whose_error_does_not_say_that_its_context_is_full_ends_by_rule
         async def run(self, order: EpisodeOrder, base_url: str, api_key: str) -> EpisodeOutcome:
             async with httpx2.AsyncClient(base_url=base_url, trust_env=False) as client:
                 for question in questions:
-                    assert (await call(client, question)).is_success != (question is FULL)
+                    assert (await call(client, question)).is_success != (question in (FULL, LARGE))
             return EpisodeOutcome(None, Void(cause, "it failed"), refused=True)
 
     async def main() -> Episode:

@@ -354,10 +354,19 @@ def test_a_turn_that_failed_leaves_nothing_and_no_id_is_used_twice() -> None:
     assert len(ids) == 9
 
 
+@pytest.mark.parametrize("phrase", ["prompt is too long", "this model's maximum context length is 40 tokens"])
+def test_a_full_context_is_told_in_words_by_which_libraries_know_it(phrase: str) -> None:
+    here = session(max_context=40)
+    long = call({"role": "user", "content": "x " * 50})
+    with pytest.raises(CallError, match=phrase):
+        here.call(long, 1.0)
+    assert phrase in str(here.too_large(long, 1000, 1.0)) and phrase in str(here.too_large(None, 1000, 1.0))
+
+
 def test_a_prompt_needs_room_for_one_token() -> None:
     length = len(answered(session(), call(USER)).order.prompt_tokens)
     answered(session(max_context=length + 1), call(USER))
-    with pytest.raises(CallError, match=f"has {length} tokens.* no room"):
+    with pytest.raises(CallError, match=f"too long: {length} tokens > {length - 1} maximum.* no room"):
         session(max_context=length).call(call(USER), 1.0)
 
 
