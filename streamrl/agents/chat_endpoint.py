@@ -317,7 +317,10 @@ class ChatEndpoint:
                 )
             raise
         remarks = [f"prompt of {len(turn.order.prompt_tokens)} tokens, {generated.cached_tokens} of them cached"]
-        remarks.append(f"continues turn {turn.parent.number}" if turn.parent else f"begins a row {turn.note}".strip())
+        begins = (
+            f"continues turn {turn.parent.number}{' in a new row' * bool(turn.note)}" if turn.parent else "begins a row"
+        )
+        remarks.append(f"{begins}: {turn.note}" if turn.note else begins)
         if generated.from_before:
             remarks.append(FROM_BEFORE)
         if generated.finish_reason == "length":

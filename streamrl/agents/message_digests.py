@@ -10,6 +10,9 @@ from typing import Any
 from streamrl.agents.rendering import ChatMessage
 from streamrl.agents.tool_calls import THOUGHT_BEGIN, THOUGHT_END
 
+CALLS = 2
+"""Place of the calls of tools in what counts in a message (`meaning`)."""
+
 
 def digests(messages: Sequence[ChatMessage], tools: list[dict[str, Any]]) -> list[bytes]:
     """Return digests of the first 0, 1, ... messages under these tools, the same however a client writes them."""

@@ -33,6 +33,7 @@ from streamrl.agents.episode import EpisodeOrder, GeneratedTurn, TrajectoryRow, 
 from streamrl.agents.message_digests import digest_of_split, digest_with, digests, distance, has_reasoning, meaning
 from streamrl.agents.refused_calls import NO_ROOM, NO_TURNS, RefusedCalls
 from streamrl.agents.rendering import ChatMessage, ChatRenderer, HistoryRewritten, Rendered, TemplateError
+from streamrl.agents.row_reasons import RowReasons
 from streamrl.agents.tool_calls import THOUGHT_END, ParsedAnswer
 from streamrl.agents.turns import Call, CallError, Turn
 from streamrl.rollouts.seeds import derive_seed
@@ -70,6 +71,7 @@ class Session:
         """All turns that did not fail, in the order of their calls."""
         self._refused = RefusedCalls()
         """Its conversations that context or turns ended."""
+        self._reasons = RowReasons()
         self._attempt = secrets.token_hex(4)
         self._numbers = 0
         self._answered: defaultdict[bytes, list[Turn]] = defaultdict(list)
@@ -309,10 +311,13 @@ class Session:
                     continue
                 tokens = np.concatenate([parent.tokens, suffix.tokens])
                 history = [*parent.history, answer.message, *appended]
-                return self._turn(call, tokens, parent, suffix, history, now)
+                if any(turn.parent is parent for turn in self.turns):  # a fork
+                    note = note or self._reasons.why(call, self.turns)
+                return self._turn(call, tokens, parent, suffix, history, now, note)
             whole = renderer.whole(call.messages, call.tools)
         except TemplateError as error:
             raise CallError(400, "invalid_messages", str(error)) from error
+        note = note or self._reasons.why(call, self.turns)
         return self._turn(call, whole.tokens, None, whole, call.messages, now, note)
 
     def _with_tokens(self, call: Call, now: float) -> Turn:

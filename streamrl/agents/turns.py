@@ -61,7 +61,7 @@ class Turn:
     started: float
     """Unix seconds."""
     note: str = ""
-    """Why it begins a row although its messages continue an earlier turn; empty: nothing to say."""
+    """Why it begins a row, or a branch of one, in place of going on from an earlier turn; empty: nothing to say."""
     generated: GeneratedTurn | None = None
     answer: ChatMessage = field(default_factory=dict)
     """The assistant's message that the agent gets; empty while the turn runs."""
