@@ -48,6 +48,8 @@ STREAM_WAITS_S = 15.0
 """Seconds between two signs of life of a stream: node's `fetch` gives up one that is silent for 300 s."""
 
 
+KEYS_NOT_READ = ("authorization", "api-key", "x-goog-api-key")
+"""Headers in which clients send a key, and from which none was read if the call has none."""
 REFUSED_STEP = "call refused"
 """Name of the step of a call that was refused."""
 GONE = 499
@@ -163,7 +165,7 @@ class ChatEndpoint:
                 Route(f"{prefix}/v1/models/{{model:path}}", self._show_model, methods=["GET"]),
                 Route(f"{prefix}/inference/v1/generate", self._tokens, methods=["POST"]),
             ]
-        handlers: dict[Any, Any] = {CallError: _refusal, HTTPException: _no_such_path, Exception: _failure}
+        handlers: dict[Any, Any] = {CallError: _refusal, HTTPException: self._no_such_path, Exception: _failure}
         self.app = Starlette(routes=routes, exception_handlers=handlers)
 
     def open(self, order: EpisodeOrder, limits: SessionLimits) -> OpenSession:
@@ -192,14 +194,26 @@ class ChatEndpoint:
                 self._step(session, "agent", f"turn {turn.number} left out", time.time(), remark)
 
     def _session(self, request: Request) -> OpenSession:
-        scheme, _, key = request.headers.get("authorization", "").partition(" ")
-        key = key.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
-        name = request.path_params.get("session") or key
-        if (session := self.sessions.get(name)) is None:
-            raise CallError(
-                401, "invalid_api_key", "no running episode has this session; the key is valid while it runs"
-            )
+        in_url, key = _names(request)
+        if (session := self.sessions.get(in_url or key)) is None:
+            error = CallError(401, "invalid_api_key", _unknown(request, in_url, key))
+            self._refused_of(request, error)
+            raise error
         return session
+
+    def _refused_of(self, request: Request, error: CallError) -> None:
+        """Record the refusal of a call that names an open session, by its URL or its key, and is not taken for it."""
+        if session := next((self.sessions[name] for name in _names(request) if name in self.sessions), None):
+            session.calls += 1
+            self._refused(session, error)
+
+    async def _no_such_path(self, request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        path = re.sub("^/sessions/[^/]+", "/sessions/...", request.url.path)
+        text = f"{request.method} {path:.200}: {error.detail}; there are {PATHS}"
+        refusal = CallError(error.status_code, "not_found", text)
+        self._refused_of(request, refusal)
+        return JSONResponse(dialect_of(request.url.path).error(refusal), status_code=error.status_code)
 
     async def _list_models(self, request: Request) -> Response:
         self._session(request)
@@ -249,7 +263,7 @@ class ChatEndpoint:
         see the answer.
 
         Raises:
-            CallError: there is no such session, it calls without end, or the body is too large to be read.
+            CallError: there is no such session, it calls without end, or its body is compressed or too large.
         """
         session = self._session(request)
         limits = session.session.limits
@@ -258,6 +272,11 @@ class ChatEndpoint:
             raise CallError(
                 403, "too_many_calls", f"this episode has made {session.calls - 1} calls; no more are taken"
             )
+        if (encoding := request.headers.get("content-encoding", "identity").strip()).lower() != "identity":
+            text = f"the body has Content-Encoding {encoding:.99}, which is not read: send it uncompressed"
+            error = CallError(415, "unsupported_encoding", text)
+            self._refused(session, error)
+            raise error
         most = _most_bytes(session)
         body, fits = bytearray(), True
         try:
@@ -418,6 +437,25 @@ def _model(name: str) -> dict[str, Any]:
     return {"id": name, "object": "model", "created": 0, "owned_by": "streamrl"}
 
 
+def _names(request: Request) -> tuple[str, str]:
+    """Return the session that the URL of a call names, and the key that it has; '': none."""
+    in_url = re.match("/sessions/([^/]+)/", request.url.path)
+    scheme, _, key = request.headers.get("authorization", "").partition(" ")
+    key = key.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
+    return in_url[1] if in_url is not None else "", key
+
+
+def _unknown(request: Request, in_url: str, key: str) -> str:
+    """Say why a call belongs to no running episode."""
+    if in_url:
+        return "no running episode has the session of this URL; it is valid while its episode runs"
+    if key:
+        return "no running episode has this key; it is valid while its episode runs"
+    unread = [name for name in KEYS_NOT_READ if name in request.headers]
+    came = f"no key came in a header that is read (there is {' and '.join(unread)})" if unread else "no key came"
+    return f"{came}: send it as `Authorization: Bearer KEY` or `x-api-key: KEY`"
+
+
 def _most_bytes(session: OpenSession) -> int:
     """Return the bytes of a body above which its prompt leaves no room for an answer."""
     return max(LEAST_BODY, BYTES_PER_TOKEN * session.session.limits.max_context)
@@ -457,13 +495,6 @@ def _remarks(turn: Turn) -> dict[str, str]:
 async def _refusal(request: Request, error: Exception) -> Response:
     assert isinstance(error, CallError)
     return JSONResponse(dialect_of(request.url.path).error(error), status_code=error.status)
-
-
-async def _no_such_path(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    text = f"{request.method} {request.url.path:.200}: {error.detail}; there are {PATHS}"
-    refusal = CallError(error.status_code, "not_found", text)
-    return JSONResponse(dialect_of(request.url.path).error(refusal), status_code=error.status_code)
 
 
 async def _failure(request: Request, error: Exception) -> Response:

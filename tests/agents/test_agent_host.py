@@ -192,7 +192,7 @@ def test_bad_calls_get_errors_that_an_openai_client_understands_and_cost_no_turn
         for body, status in ((b"{", 400), (b"[" * 100_000, 400), (b"[]", 400), (b" " * (2 << 20), 400)):
             assert (await client.post("chat/completions", content=body)).status_code == status
         unknown = (await client.post("embeddings", json={})).json()["error"]["message"]
-        assert "embeddings: Not Found; there are /v1/chat/completions" in unknown
+        assert "POST /sessions/.../v1/embeddings: Not Found; there are /v1/chat/completions" in unknown
         stranger = await client.post(
             client.base_url.join("/v1/chat/completions"), json={}, headers={"Authorization": "Bearer no"}
         )
@@ -203,6 +203,40 @@ def test_bad_calls_get_errors_that_an_openai_client_understands_and_cost_no_turn
     assert episode.void == Void(VoidCause.ENVIRONMENT, ALL_REFUSED + "invalid_request: the body is not JSON")
     assert episode.finish_reason == "length" and episode.rows == []
     assert sum(step.name == "call refused" for step in episode.steps) > 9
+
+
+KEY = "KEY"
+"""Stands for the key of the session."""
+
+
+@pytest.mark.parametrize(
+    ("path", "headers", "status", "text", "recorded"),
+    [
+        ("/sessions/KEY/v1/v1/chat/completions", {}, 404, "/sessions/.../v1/v1/chat/completions: Not Found", True),
+        ("/chat/completions", {"x-api-key": KEY}, 404, "POST /chat/completions: Not Found", True),
+        ("/chat/completions", {}, 404, "Not Found", False),
+        ("/sessions/old/v1/chat/completions", {"authorization": "Bearer KEY"}, 401, "session of this URL", True),
+        ("/v1/chat/completions", {"authorization": "Bearer old"}, 401, "no running episode has this key", False),
+        ("/v1/chat/completions", {}, 401, "no key came: send it as `Authorization: Bearer KEY` or `x-api-key", False),
+        ("/v1/chat/completions", {"api-key": KEY}, 401, "that is read (there is api-key): send it as", False),
+        ("/v1/chat/completions", {"authorization": "Basic KEY"}, 401, "(there is authorization): send it", False),
+        ("/sessions/KEY/v1/chat/completions", {"content-encoding": "gzip"}, 415, "gzip, which is not read", True),
+    ],
+)
+def test_a_call_that_finds_no_model_says_why_and_so_does_its_episode_if_it_names_one(
+    path: str, headers: dict[str, str], status: int, text: str, recorded: bool
+) -> None:
+    async def agent(base_url: str, api_key: str) -> float:
+        address = base_url.partition("/sessions/")[0]
+        given = {name: value.replace(KEY, api_key) for name, value in headers.items()}
+        async with httpx2.AsyncClient(trust_env=False) as client:
+            answer = await client.post(address + path.replace(KEY, api_key), json={}, headers=given)
+        assert (answer.status_code, text in answer.json()["error"]["message"]) == (status, True), answer.text
+        return 1.0
+
+    void = play(Model(), agent).void
+    assert void is not None and (void.text.startswith(ALL_REFUSED) and text in void.text) == recorded
+    assert recorded or void.text == NO_CALLS
 
 
 def test_a_first_prompt_that_the_context_does_not_hold_is_named() -> None:
