@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from typing import Any
 
 import numpy as np
@@ -25,7 +25,7 @@ ROLES = {"system": "system", "developer": "system", "user": "user", "assistant":
 USED = {"model", "messages", "tools", "stream", "stream_options", "n", "logprobs", "token_ids"}
 SAYS_NOTHING = {"user", "metadata", "store", "service_tier", "prompt_cache_key", "safety_identifier", "request_id"}
 SAYS_NOTHING |= {"cache_salt", "output_mode", "return_token_ids"}
-"""Parameters without an effect on tokens: dropped without a word."""
+"""Parameters without an effect on tokens: dropped without a word, and calls that differ in them alone are the same."""
 HARMLESS = {
     "tool_choice": ("auto", "none"),
     "parallel_tool_calls": (True,),
@@ -75,7 +75,12 @@ def read_chat(body: bytes, headers: dict[str, str], models: set[str]) -> tuple[C
 
 
 def call_of(
-    values: dict[str, Any], given: dict[str, Any], headers: dict[str, str], models: set[str], instructions: int = 0
+    values: dict[str, Any],
+    given: dict[str, Any],
+    headers: dict[str, str],
+    models: set[str],
+    instructions: int = 0,
+    says_nothing: Set[str] = frozenset(),
 ) -> Call:
     """Check a call that has the form of a chat completion.
 
@@ -85,6 +90,7 @@ def call_of(
         headers: its headers, their names in lower case.
         models: names that the policy goes by.
         instructions: messages at its beginning that belong to this call alone.
+        says_nothing: further parameters of the body without an effect on tokens.
 
     Raises:
         CallError: it is not what it must be, or asks for something that is not there.
@@ -103,7 +109,7 @@ def call_of(
     return Call(
         messages,
         tools,
-        _digest(given),
+        _digest(given, says_nothing),
         idempotency_key=headers.get("idempotency-key"),
         attempt=_attempt(headers),
         ignored=tuple(sorted(set(ignored) - drop)),
@@ -344,8 +350,9 @@ def _tool(tool: Any, where: str) -> dict[str, Any]:
     return cleaned
 
 
-def _digest(values: dict[str, Any]) -> bytes:
-    same = {name: value for name, value in values.items() if name not in ("stream", "stream_options")}
+def _digest(values: dict[str, Any], says_nothing: Set[str] = frozenset()) -> bytes:
+    left_out = {"stream", "stream_options", *SAYS_NOTHING, *says_nothing}
+    same = {name: value for name, value in values.items() if name not in left_out}
     return hashlib.sha256(json.dumps(same, sort_keys=True).encode()).digest()
 
 

@@ -71,7 +71,7 @@ def read_responses(
         "tools": [_tool(tool, f"tools[{number}]") for number, tool in enumerate(list_of(values, "tools"))],
         "tool_choice": values.get("tool_choice"),
     }
-    return call_of(chat, values, headers, models, int(instructions is not None)), values
+    return call_of(chat, values, headers, models, int(instructions is not None), SAYS_NOTHING), values
 
 
 def responses_answer(turn: Turn) -> dict[str, Any]:

@@ -406,3 +406,27 @@ def test_a_cut_answer_is_said_to_be_cut_and_a_failed_turn_ends_its_stream_with_a
         assert json.loads(last.removeprefix("data: "))["type"] == "error" and "no instance is left" in last
 
     assert len(play(model, over_http(agent)).rows) == 1
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "nothing"),
+    [
+        ("chat/completions", {"messages": [USER]}, {"user": "b", "metadata": {"run": "2"}, "store": False}),
+        ("responses", {"input": "Hi."}, {"include": ["x"], "max_tool_calls": 3, "safety_identifier": "b"}),
+        ("messages", {"messages": [USER], "max_tokens": 5}, {"metadata": {"user_id": "b"}, "service_tier": "auto"}),
+        ("../inference/v1/generate", {"token_ids": [1, 2]}, {"request_id": "b"}),
+    ],
+)
+def test_a_repeated_key_is_known_though_what_has_no_effect_differs(
+    path: str, body: dict[str, Any], nothing: dict[str, Any]
+) -> None:
+    model = Model("12", "13")
+
+    async def agent(client: httpx2.AsyncClient) -> None:
+        url = str(client.base_url).removesuffix("v1/") + path.removeprefix("../") if ".." in path else path
+        for more, status in (({}, 200), (nothing, 200), ({"temperature": 0.5, "stop": ["x"]}, 400)):
+            asked = {"model": "policy", **body, **more}
+            assert (await client.post(url, json=asked, headers={"Idempotency-Key": "k"})).status_code == status
+
+    play(model, over_http(agent))
+    assert len(model.orders) == 1
