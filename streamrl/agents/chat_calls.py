@@ -156,7 +156,7 @@ def read_generate(
 def chat_answer(turn: Turn, renderer: ChatRenderer, with_logprobs: bool) -> dict[str, Any]:
     """Shape a finished turn as a `chat.completion`."""
     choice = {"index": 0, "message": {"refusal": None, **_message_of(turn)}, "finish_reason": _reason(turn)}
-    choice["logprobs"] = _logprobs(turn, renderer) if with_logprobs else None
+    choice["logprobs"] = {"content": logprobs_of(turn, renderer)} if with_logprobs else None
     return {**_head(turn, "chat.completion"), "choices": [choice], "usage": _usage(turn)}
 
 
@@ -167,7 +167,7 @@ def chat_chunks(turn: Turn, renderer: ChatRenderer, with_logprobs: bool, with_us
     if message.get("tool_calls"):
         delta["tool_calls"] = [{"index": n, **call} for n, call in enumerate(message["tool_calls"])]
     head = _head(turn, "chat.completion.chunk")
-    logprobs = _logprobs(turn, renderer) if with_logprobs else None
+    logprobs = {"content": logprobs_of(turn, renderer)} if with_logprobs else None
     yield {**head, "choices": [{"index": 0, "delta": delta, "logprobs": logprobs, "finish_reason": None}]}
     yield {**head, "choices": [{"index": 0, "delta": {}, "logprobs": None, "finish_reason": _reason(turn)}]}
     if with_usage:
@@ -187,7 +187,7 @@ def generate_answer(turn: Turn, renderer: ChatRenderer) -> dict[str, Any]:
     choice = {
         "index": 0,
         "token_ids": turn.generated.tokens.tolist(),
-        "logprobs": _logprobs(turn, renderer),
+        "logprobs": {"content": logprobs_of(turn, renderer)},
         "finish_reason": turn.generated.finish_reason,
     }
     return {"request_id": turn.order.turn_id, "output_mode": "tokens", "model": POLICY, "choices": [choice]}
@@ -390,11 +390,11 @@ def _usage(turn: Turn) -> dict[str, int]:
     return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
 
-def _logprobs(turn: Turn, renderer: ChatRenderer) -> dict[str, Any]:
+def logprobs_of(turn: Turn, renderer: ChatRenderer) -> list[dict[str, Any]]:
+    """Return the sampled tokens of a finished turn with their log-probabilities."""
     assert turn.generated is not None
     tokens, values = turn.generated.tokens, turn.generated.logprobs.tolist()
-    content = [
+    return [
         {"token": text, "logprob": value, "bytes": None if held is None else list(held), "top_logprobs": []}
         for text, held, value in zip(renderer.token_texts(tokens), renderer.token_bytes(tokens), values, strict=True)
     ]
-    return {"content": content}

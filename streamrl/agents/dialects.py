@@ -76,9 +76,9 @@ CHAT = Dialect(
 RESPONSES = Dialect(
     "/v1/responses",
     read_responses,
-    lambda turn, renderer, body: responses_answer(turn),
+    responses_answer,
     lambda turn: _named(responses_begin(turn)),
-    lambda turn, renderer, body: _named(responses_events(turn)),
+    lambda turn, renderer, body: _named(responses_events(turn, renderer, body)),
     failure=_failed_response,
 )
 MESSAGES = Dialect(

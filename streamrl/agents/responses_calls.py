@@ -8,14 +8,18 @@ episode is kept while the episode runs. Reasoning, images, files and tools that 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence, Set
+from dataclasses import replace
 from typing import Any
 
-from streamrl.agents.chat_calls import bad, call_of, head_id, list_of, object_of, text_of_parts
+from streamrl.agents.chat_calls import bad, call_of, head_id, list_of, logprobs_of, object_of, text_of_parts
 from streamrl.agents.episode import POLICY
+from streamrl.agents.rendering import ChatRenderer
 from streamrl.agents.turns import Call, Turn
 
 USED = {"model", "input", "instructions", "tools", "tool_choice", "stream", "previous_response_id", "text"}
 SAYS_NOTHING = {"include", "truncation", "max_tool_calls", "stream_options", "prompt_cache_retention"}
+LOGPROBS = "message.output_text.logprobs"
+"""What `include` may have here; other things, such as encrypted reasoning, no answer has."""
 REFUSED = {
     "background": "answers are awaited",
     "conversation": "send the items, or previous_response_id",
@@ -71,10 +75,14 @@ def read_responses(
         "tools": [_tool(tool, f"tools[{number}]") for number, tool in enumerate(list_of(values, "tools"))],
         "tool_choice": values.get("tool_choice"),
     }
-    return call_of(chat, values, headers, models, int(instructions is not None), SAYS_NOTHING), values
+    ignored = [f"include {name!s:.99}" for name in list_of(values, "include") if name != LOGPROBS]
+    if values.get("truncation") not in (None, "disabled"):
+        ignored.append("truncation")
+    call = call_of(chat, values, headers, models, int(instructions is not None), SAYS_NOTHING)
+    return replace(call, ignored=(*call.ignored, *ignored)), values
 
 
-def responses_answer(turn: Turn) -> dict[str, Any]:
+def responses_answer(turn: Turn, renderer: ChatRenderer, body: dict[str, Any]) -> dict[str, Any]:
     """Shape a finished turn as a `response`."""
     assert turn.generated is not None
     cut = turn.generated.finish_reason == "length"
@@ -89,7 +97,7 @@ def responses_answer(turn: Turn) -> dict[str, Any]:
     return {
         **_response(turn, "incomplete" if cut else "completed"),
         "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
-        "output": _items(turn),
+        "output": _items(turn, renderer, body),
         "usage": usage,
     }
 
@@ -100,19 +108,20 @@ def responses_begin(turn: Turn) -> Iterator[dict[str, Any]]:
         yield {"type": f"response.{kind}", "sequence_number": number, "response": _response(turn, "in_progress")}
 
 
-def responses_events(turn: Turn) -> Iterator[dict[str, Any]]:
+def responses_events(turn: Turn, renderer: ChatRenderer, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Shape a finished turn as the further events of a stream."""
     events: list[dict[str, Any]] = []
-    for index, item in enumerate(_items(turn)):
+    for index, item in enumerate(_items(turn, renderer, body)):
         place = {"item_id": item["id"], "output_index": index}
         if item["type"] == "message":
             (part,) = item["content"]
+            logprobs = part["logprobs"]
             begin = {**item, "status": "in_progress", "content": []}
             part_at = {**place, "content_index": 0}
             inside = [
-                {"type": "response.content_part.added", **part_at, "part": {**part, "text": ""}},
-                {"type": "response.output_text.delta", **part_at, "delta": part["text"], "logprobs": []},
-                {"type": "response.output_text.done", **part_at, "text": part["text"], "logprobs": []},
+                {"type": "response.content_part.added", **part_at, "part": {**part, "text": "", "logprobs": []}},
+                {"type": "response.output_text.delta", **part_at, "delta": part["text"], "logprobs": logprobs},
+                {"type": "response.output_text.done", **part_at, "text": part["text"], "logprobs": logprobs},
                 {"type": "response.content_part.done", **part_at, "part": part},
             ]
         else:
@@ -124,7 +133,7 @@ def responses_events(turn: Turn) -> Iterator[dict[str, Any]]:
             ]
         events.append({"type": "response.output_item.added", "output_index": index, "item": begin})
         events += [*inside, {"type": "response.output_item.done", "output_index": index, "item": item}]
-    answer = responses_answer(turn)
+    answer = responses_answer(turn, renderer, body)
     events.append({"type": f"response.{answer['status']}", "response": answer})
     for number, event in enumerate(events, start=2):
         yield {**event, "sequence_number": number}
@@ -197,12 +206,15 @@ def _response(turn: Turn, status: str) -> dict[str, Any]:
     }
 
 
-def _items(turn: Turn) -> list[dict[str, Any]]:
-    """Return the items of an answer."""
+def _items(turn: Turn, renderer: ChatRenderer, body: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the items of an answer; its text has the log-probabilities of all tokens, if asked for."""
     text, calls, name = turn.answer["content"], turn.answer.get("tool_calls", ()), head_id(turn)
     items: list[dict[str, Any]] = []
     if text or not calls:
-        part = {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+        asked = LOGPROBS in list_of(body, "include")
+        logprobs = logprobs_of(turn, renderer) if asked else []
+        given = [{**one, "bytes": one["bytes"] or []} for one in logprobs]  # a list always, here
+        part = {"type": "output_text", "text": text, "annotations": [], "logprobs": given}
         told = {"id": f"msg_{name}", "type": "message", "role": "assistant", "status": "completed"}
         items.append({**told, "content": [part]})
     for number, call in enumerate(calls):

@@ -430,3 +430,27 @@ def test_a_repeated_key_is_known_though_what_has_no_effect_differs(
 
     play(model, over_http(agent))
     assert len(model.orders) == 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_responses_have_log_probabilities_if_asked_and_what_else_is_asked_for_in_vain_is_named(stream: bool) -> None:
+    async def agent(base_url: str, api_key: str) -> float:
+        async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
+            asked: Any = {"model": "policy", "input": "Hi.", "truncation": "auto"}
+            asked["include"] = ["message.output_text.logprobs", "reasoning.encrypted_content"]
+            raw = await client.responses.with_raw_response.create(**asked, stream=stream)
+            assert raw.headers["x-streamrl-ignored"] == "include reasoning.encrypted_content, truncation"
+            response = raw.parse()
+            if stream:
+                events = [event async for event in response]
+                told = [event.logprobs for event in events if event.type.startswith("response.output_text.")]
+                assert [[one.logprob for one in part] for part in told] == [[-0.5] * 2] * 2
+                response = events[-1].response
+            (part,) = response.output[0].content
+            assert [one.token for one in part.logprobs] == ["12", "<|im_end|>"]
+            plain = await client.responses.create(model="policy", input="Hi.", truncation="disabled")
+            assert plain.output[0].content[0].logprobs == []
+        return 1.0
+
+    episode = play(Model("12", "12"), agent)
+    assert episode.reward == 1.0 and "include reasoning.encrypted_content, truncation" in episode.steps[0].detail
