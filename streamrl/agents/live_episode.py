@@ -28,6 +28,11 @@ CURRENT: ContextVar[LiveEpisode | None] = ContextVar("episode", default=None)
 """The episode whose agent is running."""
 MOST_DETAIL = 2_000
 """Most characters of a step's detail."""
+OWN_LOOP = (
+    "outside of the agent's event loop: hand the coroutine to that loop with asyncio.run_coroutine_threadsafe, or call "
+    "the model at `client.base_url` with a client of your own"
+)
+"""What is wrong with an agent that does something in another event loop, or in none, and what to do instead."""
 LEFT = "not finished when the agent ended"
 """Detail of the step of a tool that an agent has left running."""
 Given = ParamSpec("Given")
@@ -110,10 +115,7 @@ class LiveEpisode:
         except RuntimeError:  # such as under trio
             own = False
         if not own:
-            raise RuntimeError(
-                f"{what} outside of the agent's event loop: hand the coroutine to that loop with "
-                "asyncio.run_coroutine_threadsafe, or call the model at `client.base_url` with a client of your own"
-            )
+            raise RuntimeError(f"{what} {OWN_LOOP}")
 
     @contextlib.contextmanager
     def limited(self, what: str, seconds: float, tool: str = "", spent: float = 0.0) -> Iterator[None]:

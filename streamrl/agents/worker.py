@@ -23,7 +23,7 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Awaitable, Coroutine
+from collections.abc import Awaitable, Coroutine, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -35,7 +35,7 @@ from streamrl.agents.agent_function import AgentFunction, load_agent
 from streamrl.agents.agent_result import outcome_of
 from streamrl.agents.client import AgentClient, is_bad_request, is_over
 from streamrl.agents.episode import EpisodeOutcome
-from streamrl.agents.live_episode import CURRENT, EpisodeThreads, LiveEpisode
+from streamrl.agents.live_episode import CURRENT, OWN_LOOP, EpisodeThreads, LiveEpisode
 from streamrl.agents.worker_frames import (
     ALIVE_S,
     Begin,
@@ -64,6 +64,10 @@ GRACE_S = 2.0
 """Seconds after that in which what is left is cancelled again and again."""
 PULSE_S = 0.25
 """Seconds between two signs of life of the event loop."""
+MOST_CHAINED = 16
+"""Most exceptions that led to each other among which the first is looked for."""
+NO_LOOP = ("no running event loop", OWN_LOOP)
+"""Ends of what is said of code that awaits in a copy of the worker, where the event loop does not run."""
 OWN_FOLDER = Path(__file__).parent
 
 
@@ -94,11 +98,31 @@ async def _of_worker(worker: int, running: Awaitable[Any]) -> Any:
         found = await running
     except BaseException as error:
         if os.getpid() != worker and not isinstance(error, SystemExit):
-            traceback.print_exc()
+            if any(isinstance(one, RuntimeError) and str(one).endswith(NO_LOOP) for one in _led_to(error)):
+                _say_copy_awaits()
+            else:
+                traceback.print_exc()
         end_copy(worker, error)
         raise
     end_copy(worker)
     return found
+
+
+def _led_to(error: BaseException) -> Iterator[BaseException]:
+    """Yield an exception and those that led to it, at most `MOST_CHAINED`: they may be a ring."""
+    seen: BaseException | None = error
+    for _ in range(MOST_CHAINED):
+        if seen is not None:
+            yield seen
+            seen = seen.__cause__ or seen.__context__
+
+
+def _say_copy_awaits() -> None:
+    text = (
+        f"process {os.getpid()}, which an agent has forked, ends because it awaits something: the event loop stays "
+        "with the agent's worker. Let it call the model by an ordinary client of its own, and end it by os._exit"
+    )
+    print(text, file=sys.stderr, flush=True)
 
 
 class _OwnSelector(selectors.DefaultSelector):
@@ -112,6 +136,8 @@ class _OwnSelector(selectors.DefaultSelector):
         self._pid = os.getpid()
 
     def select(self, timeout: float | None = None) -> Any:
+        if os.getpid() != self._pid:
+            _say_copy_awaits()
         end_copy(self._pid)
         return super().select(timeout)
 

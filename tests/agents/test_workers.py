@@ -184,7 +184,8 @@ async def run(task, client):
         case "spawns": return await asyncio.to_thread(in_spawned, is_worker)
         case "forks": return in_child(task["does"])
         case "forks and awaits":
-            if (child := os.fork()) == 0: await asyncio.sleep(0)
+            chats = task["does"] == "chats"
+            if (child := os.fork()) == 0: await (client.chat(user("hi")) if chats else asyncio.sleep(0))
             return exit_code(child)
         case "forks in a tool": return await client.tool("fork", in_child, task["does"])
         case "forks in a thread": return await asyncio.to_thread(in_child, task["does"])
@@ -503,23 +504,32 @@ def test_a_process_that_an_agent_spawns_does_not_import_the_worker() -> None:
         ("forks", "returns", 70),
         ("forks", "raises", 1),
         ("forks", "leaves", 3),
-        ("forks and awaits", "", 70),
+        ("forks and awaits", "sleeps", 70),
+        ("forks and awaits", "chats", 1),
         ("forks in a tool", "returns", 70),
         ("forks in a tool", "leaves", 3),
         ("forks in a thread", "returns", 70),
         ("forks in a thread", "raises", 1),
     ],
 )
-def test_a_process_that_an_agent_forks_ends_where_its_code_ends(prompt: str, does: str, code: int) -> None:
+def test_a_process_that_an_agent_forks_ends_where_its_code_ends_and_the_log_says_so_if_it_awaits(
+    prompt: str, does: str, code: int, tmp_path: Path
+) -> None:
+    log = tmp_path / "agents.log"
+
     async def scenario() -> None:
-        async with ModelServer().running() as server, started() as owner:
-            other = play(owner, server, order("waits for ever", "other"))
+        async with ModelServer().running() as server, started(log=log) as owner:
+            other = play(owner, server, order("together", "other", n=9))  # it waits for the model
+            await until(lambda: bool(server.calls))
             outcome = await play(owner, server, order(prompt, does=does))
             assert (outcome.reward, outcome.void) == (code, None)
             assert not other.done() and (await play(owner, server, order("plain"))).reward == 0.5
             other.cancel()
 
     asyncio.run(scenario())
+    told = log.read_text()
+    assert told.count("which an agent has forked, ends because it awaits something") == (prompt == "forks and awaits")
+    assert ("Traceback" in told) == (does == "raises" and prompt == "forks")
 
 
 def test_several_suspects_run_at_once_in_a_worker_each() -> None:
