@@ -23,6 +23,9 @@ import numpy as np
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.models.auto.feature_extraction_auto import FEATURE_EXTRACTOR_MAPPING_NAMES
+from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
 
 from streamrl.errors import RunFailed
 from streamrl.rollouts.train_groups import TrainGroup, TrainSequence
@@ -54,6 +57,12 @@ WAYS: tuple[tuple[PackingKind, str], ...] = (
 """Packings and transformers' names of their attention, the fastest first."""
 SENSES = ("vision_config", "audio_config")
 """Parts of a configuration that say that a model reads images, video or sound."""
+SENSES_BY_TYPE = {
+    "images": IMAGE_PROCESSOR_MAPPING_NAMES,
+    "sound": FEATURE_EXTRACTOR_MAPPING_NAMES,
+    "images, video or sound": MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+}
+"""transformers' tables of the `model_type` of models that read more than text, also without a part that says so."""
 MOST_LAYERS = 256
 """First layers of a model that are looked at for their kinds."""
 LARGEST_MODEL = 50_000_000
@@ -62,8 +71,7 @@ LARGEST_MODEL = 50_000_000
 
 def prove(config: PretrainedConfig) -> PackingProof:
     """Build the architecture small and random, and compare all ways to compute it; takes one or two seconds."""
-    if senses := [name for name in config.sub_configs if name in SENSES and getattr(config, name, None) is not None]:
-        refused = f"it reads more than text ({', '.join(senses)}): expected a text model, such as its family's"
+    if refused := _no_text_model(config):
         return PackingProof(config.model_type, (), refuted=refused)
     kind = config.get_text_config().model_type
     try:
@@ -71,7 +79,11 @@ def prove(config: PretrainedConfig) -> PackingProof:
         if (layers := getattr(small.get_text_config(), "num_hidden_layers", 1)) < 1:
             return PackingProof(kind, (), refuted=f"its configuration has {layers} layers")
         model = _random_model(small)
+        before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
         reference = _reference(model, proof_groups(vocabulary_of(model)))
+        # an optimizer and a checkpoint would take the changed ones for the model's
+        if changed := [name for name, tensor in model.state_dict().items() if not torch.equal(tensor, before[name])]:
+            return PackingProof(kind, (), refuted=f"computing changes its weights themselves ({changed[0]})")
         if not any(bool(gradient.any()) for gradient in reference.gradients.values()):
             return PackingProof(kind, (), refuted="no weight of its small model changes any log-probability")
         if later := _seen_later(model):
@@ -79,6 +91,19 @@ def prove(config: PretrainedConfig) -> PackingProof:
     except Exception as error:  # whatever a family's own code raises is the reason
         return PackingProof(kind, (), unproven=f"cannot be built and run small: {_first_line(error)}")
     return PackingProof(kind, tuple(_compare(small, *way, reference) for way in WAYS), longest_exact(config))
+
+
+def _no_text_model(config: PretrainedConfig) -> str:
+    """Return why a configuration is of no decoder of text alone, by what transformers says of it; '': it may be one."""
+    senses = [name for name in config.sub_configs if name in SENSES and getattr(config, name, None) is not None]
+    senses = senses or [name for name, types in SENSES_BY_TYPE.items() if config.model_type in types][:1]
+    if senses:
+        return f"it reads more than text ({', '.join(senses)}): expected a text model, such as its family's"
+    if config.is_encoder_decoder:
+        return "it is an encoder-decoder: expected a causal language model, which has a decoder alone"
+    if type(config) not in AutoModelForCausalLM._model_mapping:
+        return "transformers has no causal language model of this kind (AutoModelForCausalLM)"
+    return ""
 
 
 def small_model(config: PretrainedConfig, seed: int = 0, attention: str = "eager") -> PreTrainedModel:
@@ -296,7 +321,8 @@ class _LayerOutputs:
 
     def __enter__(self) -> _LayerOutputs:
         def keep(_module: nn.Module, _inputs: Any, output: Any) -> None:
-            self.outputs.append((output if isinstance(output, torch.Tensor) else output[0]).detach())
+            states = (output if isinstance(output, torch.Tensor) else output[0]).detach()
+            self.outputs.append(states[0] if states.ndim > 3 else states)  # Gemma 3n has several streams
 
         self._hooks = [module.register_forward_hook(keep) for module in self._modules]
         return self

@@ -8,7 +8,7 @@ path stay: grouped heads, tied embeddings, the shared experts, the partial rotat
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from transformers import PretrainedConfig
@@ -67,6 +67,7 @@ LARGEST: Mapping[str, float] = {
     "attention_chunk_size": WINDOW + 1,
     "index_topk": WINDOW,
     "floor_scale": WINDOW + 1,
+    "rescale_every": 1,  # layers after which RWKV halves its weights
     "attn_logit_softcapping": 0.5,
     "final_logit_softcapping": 2.0,
     "clip_qkv": 0.1,
@@ -124,6 +125,10 @@ def small_values(values: Mapping[str, Any], least: int = 2) -> dict[str, Any]:
     small = {key: value for key, value in values.items() if key not in DERIVED}
     small.pop("quantization_config", None)  # the trainer's weights are never quantized
     layers, count = kept_layers(values, least), _layers(values)
+    if (sharing := values.get("num_kv_shared_layers") or 0) and layers < count:  # Gemma 3n: keys of earlier layers
+        layers = min(layers, count - sharing)
+        small["num_kv_shared_layers"] = _layers_to_every_kind((values.get("layer_types") or [""] * count)[layers:])
+        layers += small["num_kv_shared_layers"]
     for key, value in small.items():
         if isinstance(value, (list, tuple)) and len(value) == count:
             small[key] = list(value[:layers])
@@ -154,6 +159,11 @@ def small_values(values: Mapping[str, Any], least: int = 2) -> dict[str, Any]:
         if vocabulary and key.endswith("_token_id") and isinstance(value, (int, list)):
             small[key] = min(value, vocabulary - 1) if isinstance(value, int) else [vocabulary - 1]
     return small
+
+
+def _layers_to_every_kind(kinds: Sequence[str]) -> int:
+    """Return after how many of the first layers every kind has appeared."""
+    return max(kinds.index(kind) for kind in set(kinds)) + 1
 
 
 def small_config(config: PretrainedConfig, least: int = 2) -> PretrainedConfig:
@@ -197,6 +207,8 @@ def _cut(values: Mapping[str, Any], times: int = 1) -> dict[str, Any]:
     """Return the values with each size at most `times` that of `LARGEST`."""
 
     def size(key: str, value: Any) -> Any:
+        if key in LARGEST and isinstance(value, (list, tuple)):  # of each layer (Gemma 3n)
+            return [size(key, one) for one in value]
         if key not in LARGEST or not isinstance(value, (int, float)) or isinstance(value, bool):
             return value
         largest = times * LARGEST[key]

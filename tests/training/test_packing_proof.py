@@ -53,7 +53,6 @@ OWN_ATTENTION = (
     "gptj",
     "mpt",
     "openai-gpt",
-    "rwkv",
     "xglm",
 )
 """Families (transformers' names) that do not compute attention through transformers' interface."""
@@ -152,6 +151,31 @@ def test_a_model_with_fewer_learned_positions_than_the_proof_has_tokens_is_prove
 def test_a_model_that_reads_more_than_text_is_refused(config: type[PretrainedConfig]) -> None:
     with pytest.raises(UserError, match=r"cannot be trained: it reads more than text \((vision|audio)_config\)"):
         choose_packing("auto", prove(config()), 512)
+
+
+@pytest.mark.parametrize(("kind", "what"), [("fuyu", "images"), ("moshi", "sound"), ("gemma4", "images")])
+def test_a_model_that_reads_more_than_text_by_its_type_is_refused(kind: str, what: str) -> None:
+    proof = prove(AutoConfig.for_model(kind))  # its configuration has no part that says so
+    assert proof.refuted == f"it reads more than text ({what}): expected a text model, such as its family's"
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        ("bart", "it is an encoder-decoder"),
+        ("t5", "it is an encoder-decoder"),
+        ("albert", "transformers has no causal language model of this kind"),
+    ],
+)
+def test_what_has_no_decoder_alone_is_refused_without_advice(kind: str, reason: str) -> None:
+    with pytest.raises(UserError, match=f"{kind} cannot be trained: {reason}"):
+        choose_packing("separate", prove(AutoConfig.for_model(kind)), 64)
+
+
+def test_a_model_whose_forward_pass_changes_its_weights_is_refused() -> None:
+    proof = prove(AutoConfig.for_model("rwkv"))  # halves those of layers after the sixth
+    assert proof.refuted == "computing changes its weights themselves (rwkv.blocks.1.attention.output.weight)"
+    assert not prove(AutoConfig.for_model("rwkv", rescale_every=0)).refuted
 
 
 def test_what_nothing_proves_is_refused_with_what_differs() -> None:
