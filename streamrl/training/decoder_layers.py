@@ -11,10 +11,21 @@ from transformers import PreTrainedModel
 from streamrl.errors import RunFailed
 
 
+def trunk_of(model: PreTrainedModel) -> nn.Module:
+    """Return a model without its head; a trunk is returned as it is.
+
+    transformers finds it by a name, which some models do not have (Llama 4's text model).
+    """
+    trunk: nn.Module = model.base_model
+    if trunk is model:
+        trunk = next((part for part in model.children() if isinstance(part, PreTrainedModel)), model)
+    return trunk
+
+
 def decoder_of(model: PreTrainedModel) -> nn.Module:
     """Return the part of a model that computes text: its trunk, or that of a model that also reads images."""
     decoder: nn.Module = model.get_decoder()
-    return decoder
+    return trunk_of(model) if decoder is model else decoder
 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:

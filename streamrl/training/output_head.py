@@ -16,7 +16,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from streamrl.errors import RunFailed
-from streamrl.training.decoder_layers import decoder_of
+from streamrl.training.decoder_layers import decoder_of, trunk_of
 from streamrl.training.token_logprobs import LogitTransform, TokenDistribution, token_logprobs
 from streamrl.weights.finite import first_not_finite
 
@@ -93,7 +93,7 @@ class _TrunkOutput(BaseModelOutputWithPast):
 @contextmanager
 def _trunk_returns(model: PreTrainedModel, hidden: torch.Tensor) -> Iterator[None]:
     """Let the model's trunk, and the decoder in it, return these hidden states [1, n, d] for now."""
-    trunks: list[Any] = [model.base_model, decoder_of(model)]  # OPT passes its trunk by
+    trunks: list[Any] = [trunk_of(model), decoder_of(model)]  # OPT passes its trunk by
 
     def forward(*_: Any, **__: Any) -> _TrunkOutput:
         return _TrunkOutput(last_hidden_state=hidden)

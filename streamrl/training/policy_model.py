@@ -18,6 +18,7 @@ from streamrl.machine.model_files import NotInSlices
 from streamrl.training.attention import SHARED_PREFIX
 from streamrl.training.attention_in_parts import IN_PARTS
 from streamrl.training.compute_copies import ComputeCopies
+from streamrl.training.decoder_layers import trunk_of
 from streamrl.training.hidden_states import predicting_states
 from streamrl.training.output_head import logit_transform, prove_head
 from streamrl.training.packing import PackedBatch
@@ -84,7 +85,7 @@ class Policy(nn.Module):
         experts = None
         if self.replay is not None and batch.experts is not None and batch.recorded is not None:
             experts = self.replay.choices(batch.experts, batch.recorded)
-        states = predicting_states(self.model.base_model, batch, self.separate, experts, self.ranks)
+        states = predicting_states(trunk_of(self.model), batch, self.separate, experts, self.ranks)
         head = self.model.get_output_embeddings()
         bias = getattr(head, "bias", None)
         measured = None
@@ -116,7 +117,8 @@ def _of_all_tokens(output: HeadOutput, shares: TokenShares, measured: torch.Tens
 def _whole_head(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
     """Return a model that has all of a divided one's weights outside its trunk, in fp32, and none inside."""
     twin = empty_twin(model)
-    inside = set(twin.base_model.modules()) if twin.base_model is not twin else set()
+    trunk = trunk_of(twin)
+    inside = set(trunk.modules()) if trunk is not twin else set()
     for name, module in twin.named_modules():
         if module in inside:
             continue

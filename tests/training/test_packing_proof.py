@@ -51,11 +51,14 @@ OWN_ATTENTION = (
     "gpt_neo",
     "gpt_neox_japanese",
     "gptj",
+    "llama4_text",
     "mpt",
     "openai-gpt",
     "xglm",
 )
-"""Families (transformers' names) that do not compute attention through transformers' interface."""
+"""Families (transformers' names) whose attention does not leave to transformers' interface what a token sees."""
+WITH_SDPA = {"falcon", "llama4_text"}
+"""Those of them that have it by torch's own attention."""
 EAGER = {"Gemma 2", "gpt-oss"}
 """Families whose soft caps or sinks transformers' sdpa leaves out."""
 
@@ -86,7 +89,7 @@ def test_a_family_is_computed_as_lone_sequences_are(family: str) -> None:
 def test_a_family_with_its_own_attention_is_loaded_as_it_was_proven(kind: str, tmp_path: Path) -> None:
     config = AutoConfig.for_model(kind)
     packing = choose_packing("auto", prove(config), 64)
-    assert packing.kind == "separate" and packing.attention == ("sdpa" if kind == "falcon" else "eager"), packing
+    assert packing.kind == "separate" and packing.attention == ("sdpa" if kind in WITH_SDPA else "eager"), packing
     assert f"tokens of {kind} meet outside of what attention decides" in packing.undivided
     model = small_model(config)
     model.save_pretrained(tmp_path)
@@ -213,6 +216,19 @@ def test_a_small_model_has_every_kind_of_layer_and_windows_that_bite() -> None:
     assert kept_layers(listed | {"decoder_sparse_step": 3}) == 3  # a list of one thing says nothing of another
     assert kept_layers({"num_hidden_layers": 1}) == 1
     assert small_config(LlamaConfig(num_attention_heads=32, num_key_value_heads=32)).num_key_value_heads == 4
+
+
+@pytest.mark.parametrize(
+    ("kind", "values", "own"), [("gemma3n_text", {}, 15), ("gemma4_text", {"num_kv_shared_layers": 18}, 6)]
+)
+def test_a_small_model_has_layers_that_take_the_keys_of_others(kind: str, values: dict[str, int], own: int) -> None:
+    small = small_config(AutoConfig.for_model(kind, **values))
+    shared = small.num_kv_shared_layers
+    assert small.num_hidden_layers - shared == own and shared < 18
+    assert set(small.layer_types[-shared:]) == set(small.layer_types[:own]) == {"full_attention", "sliding_attention"}
+    proof = prove(AutoConfig.for_model(kind, **values))
+    assert not proof.unproven and not proof.refuted
+    assert not next(way.differs for way in proof.ways if way.attention == "eager")
 
 
 @pytest.mark.parametrize(
