@@ -35,6 +35,8 @@ UNEXPECTED = "LAST WORDS, unexpected: "
 """Prefix of the last words after an unforeseen error, which a restarted process may not meet again."""
 FURTHER_WORDS = "    | "
 """Beginning of the further lines of last words, right below the first one."""
+MOST_SAID = 800
+"""Characters of an unforeseen error's text in its last words; the log has the whole above them."""
 AGAIN = 75
 """Exit code of a process that wants to be restarted (EX_TEMPFAIL)."""
 UNSAID = 74
@@ -198,7 +200,8 @@ def _last_words(text: str) -> str:
 
 
 def _unexpected(error: BaseException) -> str:
-    return UNEXPECTED + " ".join(f"{type(error).__name__}: {with_limit(error)}".split())
+    text = " ".join(f"{type(error).__name__}: {with_limit(error)}".split())
+    return UNEXPECTED + (text if len(text) <= MOST_SAID else f"{text[:MOST_SAID]} ...")
 
 
 def main() -> int:

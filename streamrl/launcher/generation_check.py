@@ -1,14 +1,16 @@
-"""Whether instances can multiply in the 8 bits that are asked for, and hold one request."""
+"""Whether instances have the model's architecture, the 8 bits that are asked for, and room for one request."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from pathlib import Path
 
 from scheduler.cost.model_shapes import Transformer, keeps_heads, window_of
 from streamrl.config.cluster import ClusterConfig
 from streamrl.config.run import RunConfig
-from streamrl.errors import UserError
+from streamrl.errors import ErrorCode, UserError
+from streamrl.generation.instance.architectures import no_architecture
 from streamrl.generation.instance.eight_bits import choose_here, device_lacks
 from streamrl.generation.instance.engine_config import CPU_BLOCK_SIZE, lacks_heads_on_cpus
 from streamrl.launcher.gpu_checks import names_here, sites_here
@@ -52,6 +54,16 @@ def check_eight_bits(cluster: ClusterConfig, run: RunConfig) -> Iterable[str]:
                 f"generation.compute: {kind} needs instances of one worker, and pool {pool.name!r} of site {name!r} "
                 f"has gpus_per_replica: {pool.gpus_per_replica}; expected same or auto"
             )
+
+
+def check_architecture(cluster: ClusterConfig, run: RunConfig) -> Iterable[str]:
+    """Check that vLLM generates with the model's architecture; without it every instance ends as it starts."""
+    try:
+        folder = Path(resolve_model(run.model.path))
+    except UserError:
+        return  # reported by `check_model`
+    if reason := no_architecture(folder, cluster.hardware == "cpu"):
+        yield ErrorCode.MODEL.refer(f"model.path: {reason}")
 
 
 def check_head_size(cluster: ClusterConfig, run: RunConfig) -> Iterable[str]:

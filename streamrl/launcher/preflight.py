@@ -35,7 +35,13 @@ from streamrl.launcher.folder_check import (
     check_launcher,
     disk_warnings,
 )
-from streamrl.launcher.generation_check import check_eight_bits, check_generation, check_head_size, check_kv_cache
+from streamrl.launcher.generation_check import (
+    check_architecture,
+    check_eight_bits,
+    check_generation,
+    check_head_size,
+    check_kv_cache,
+)
 from streamrl.launcher.gpu_checks import check_this_machine, names_here, warnings_here
 from streamrl.launcher.model_check import check_critic, check_heads, check_model, critic_warnings
 from streamrl.launcher.new_run_check import check_new_run
@@ -117,7 +123,7 @@ def check(
     if cluster.remote_sites and site is not None:
         checks.append(check_keys(cluster, site, cluster_file))
     of_new = [*check_scripts(cluster, run, site), *(check_critic(cluster, run) if trains else [])]
-    of_new += of_cluster(cluster, run, site)
+    of_new += [*check_architecture(cluster, run), *of_cluster(cluster, run, site)]
     if cluster.hardware == "cpu":
         checks.append(check_cores(cluster, run, core_numbers(), site))
     if resumed is None:  # earlier versions began runs without these checks

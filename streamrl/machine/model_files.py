@@ -160,7 +160,16 @@ def transformers_config(folder: str | Path) -> Any:
 
     with _in_words():
         # beside code of the model's own, it would ask on the terminal whether to run that
-        return AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        try:
+            return AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        except ValueError as error:
+            if "trust_remote_code" not in str(error):
+                raise
+            kind = read_config(Path(folder)).get("model_type")
+            raise ValueError(
+                f"its architecture ({kind}) is code that comes with the model (auto_map), which is never run here; "
+                "expected a model of an architecture that transformers has"
+            ) from error
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from streamrl.errors import UserError
+from streamrl.generation.instance.architectures import no_architecture
 from streamrl.generation.instance.engine_config import lacks_heads_on_cpus
 from streamrl.machine.model_files import read_config, transformers_config
 from streamrl.scratch_folders import ScratchFolder
@@ -47,12 +48,18 @@ def verify(
     if packing is not None:
         say("vLLM: log-probabilities, and new weights in fp32, in 8 bits and between tokens")
         findings += _in_vllm(config, folder if full else None, packing)
-        findings.append(check_heads(folder))
+        findings += [check_architecture(folder), check_heads(folder)]
         say("settings of the trainer")
         findings += check_settings(config, packing)
     say("tokenizer")
     findings += check_tokenizer(folder, config.get_text_config().vocab_size, variables)
     return findings
+
+
+def check_architecture(folder: Path) -> Finding:
+    """Check that vLLM has the architecture that config.json names; the small model names its own."""
+    lacks = no_architecture(folder, on_cpus=False)
+    return Finding("architecture in vLLM", "refused" if lacks else "works", lacks or "generates, by vLLM's source")
 
 
 def check_heads(folder: Path) -> Finding:

@@ -12,6 +12,7 @@ import pytest
 from streamrl.config.cluster import GenerationPool
 from streamrl.config.run import RunConfig
 from streamrl.generation.instance import settings_trial
+from streamrl.generation.instance.settings_trial import error_of
 from streamrl.machine.engine_settings import CANDIDATES
 from streamrl.runtime.processes import is_alive
 from tests.waiting import wait_for
@@ -64,3 +65,18 @@ def test_what_a_trial_says_is_its_result(
     assert found.error == error
     if not error:
         assert (found.start_s, found.step_s) == (2.0, ((1, 0.5),))
+
+
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        ("ValueError: too many values to unpack (expected 3)", "ValueError: too many values to unpack (expected 3)"),
+        ("AssertionError", "AssertionError"),
+        ("KeyError: 'layers[0] (linear)'", "KeyError: 'layers[0] (linear)'"),
+    ],
+)
+def test_the_first_error_of_an_engine_is_taken_whole(line: str, found: str) -> None:
+    logged = "(EngineCore pid=24909) ERROR 11-30 14:16:02 [core.py:1512] "
+    after = "vllm.v1.engine.exceptions.EngineDeadError: EngineCore encountered an issue. See stack trace (above)"
+    assert error_of(f"{logged}Traceback (most recent call last):\n{logged}{line}\n{after}\n") == found
+    assert error_of("one\nlast\n") == "last" and error_of("") == "it ended without any output"

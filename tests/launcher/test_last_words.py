@@ -52,6 +52,13 @@ def words(cause: VoidCause) -> str:
     return [watch.record("mine", str(number), void, TRACE) for number in range(FEWEST)][-1] or ""
 
 
+def test_last_words_of_an_unforeseen_error_are_cut() -> None:
+    said = entry_point._unexpected(ValueError("not supported for now. Supported: " + "FooForCausalLM " * 700))
+    assert said.startswith("LAST WORDS, unexpected: ValueError: not supported for now.") and said.endswith(" ...")
+    assert len(said) < 900
+    assert entry_point._unexpected(ValueError("short\n one")) == "LAST WORDS, unexpected: ValueError: short one"
+
+
 def test_the_traceback_of_a_reward_keeps_its_lines_and_what_to_mend_comes_first(place: Place) -> None:
     said = words(VoidCause.VERIFIER)
     assert said.endswith(f"The last one: ZeroDivisionError: zero\n{TRACE}")

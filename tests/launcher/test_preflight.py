@@ -20,7 +20,13 @@ from streamrl.config.speculation import SpeculationConfig
 from streamrl.errors import UserError
 from streamrl.generation.instance import eight_bits
 from streamrl.launcher import gpu_checks, preflight
-from streamrl.launcher.generation_check import check_eight_bits, check_generation, check_head_size, check_kv_cache
+from streamrl.launcher.generation_check import (
+    check_architecture,
+    check_eight_bits,
+    check_generation,
+    check_head_size,
+    check_kv_cache,
+)
 from streamrl.launcher.router_check import check_router_replay
 from streamrl.launcher.sequence_check import check_sequence_parallel
 from streamrl.launcher.speculation_check import check_speculation
@@ -308,6 +314,25 @@ def test_heads_of_a_size_that_generation_on_cpus_lacks_are_refused_there(tmp_pat
     assert list(check_head_size(cluster("cuda"), heads(16))) == list(check_head_size(cluster(), heads(64))) == []
     assert list(check_head_size(cluster(), heads(48, kv_lora_rank=512))) == []  # other attention, other sizes
     assert list(check_head_size(cluster(), RunConfig())) == []  # `check_model` reports that
+
+
+def test_an_architecture_with_which_vllm_cannot_generate_is_refused(tmp_path: Path) -> None:
+    def named(name: str, kind: str) -> RunConfig:
+        return make_model(tmp_path / name, model_type=kind, architectures=[name])
+
+    (problem,) = check_architecture(cluster("cuda"), named("FooForCausalLM", "llama"))
+    assert problem.startswith("model.path: vLLM has no FooForCausalLM (") and "E1002" in problem
+    mamba = named("MambaForCausalLM", "mamba")
+    (problem,) = check_architecture(cluster(), mamba)
+    assert problem.startswith("model.path: its recurrent layers (Mamba 1) need a kernel")
+    assert list(check_architecture(cluster("cuda"), mamba)) == list(check_architecture(cluster(), RunConfig())) == []
+
+
+def test_code_of_a_model_s_own_is_refused_without_advice_that_nothing_takes(tmp_path: Path) -> None:
+    code = {"AutoConfig": "configuration_mine.Config", "AutoModelForCausalLM": "modeling_mine.Mine"}
+    (problem,) = preflight.check_packing(make_model(tmp_path / "mine", model_type="mine", auto_map=code))
+    assert "its architecture (mine) is code that comes with the model (auto_map), which is never run" in problem
+    assert "trust_remote_code" not in problem and "http" not in problem
 
 
 def test_a_kv_cache_that_holds_no_whole_request_is_refused_on_a_cpu(tmp_path: Path) -> None:

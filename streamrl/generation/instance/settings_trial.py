@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import sys
 import time
 from collections.abc import Callable
@@ -39,6 +40,10 @@ TOKENS = 8, 20
 BUDGET_S = 60.0
 """Seconds of measuring each setting."""
 TRIAL_LIMIT_S = 300.0
+LOGGED = re.compile(r"^(\([^)]*\) )?([A-Z]+ ([-\d]+ [:\d]+ )?\[[^]]*\] ?)?")
+"""What vLLM's processes and log put before a line."""
+RAISED = re.compile(r"[\w.]+(Error|Exception)(: |$)")
+"""How the last line of a traceback begins."""
 
 
 def try_settings(pool: GenerationPool, run: RunConfig, site: str, say: Callable[[str], None]) -> None:
@@ -89,9 +94,10 @@ def _try(settings: EngineSettings, pool: GenerationPool, run: RunConfig, site: s
 
 def error_of(stderr: str) -> str:
     """Return the error of a failed trial: the first one that an engine process raised, else the last line."""
-    lines = [line.rpartition(")")[2].strip() if line.startswith("(") else line.strip() for line in stderr.splitlines()]
-    errors = [line.rpartition("] ")[2] for line in lines if "Error: " in line or "Exception: " in line]
-    return (errors or [line for line in lines if line] or ["it ended without any output"])[0][:200]
+    lines = [LOGGED.sub("", line).strip() for line in stderr.splitlines()]
+    errors = [line for line in lines if RAISED.match(line)]
+    last = next((line for line in reversed(lines) if line), "it ended without any output")
+    return (errors[0] if errors else last)[:200]
 
 
 async def _measure(order: dict[str, object]) -> dict[str, object]:
