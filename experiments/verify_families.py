@@ -83,7 +83,8 @@ def keep(rows: Sequence[Row], seconds: float, some: bool) -> None:
         if [kept[key] for key in ("cpu", "versions")] != [facts[key] for key in ("cpu", "versions")]:
             raise click.ClickException(f"{RESULTS.name} is of {kept['cpu']} and {kept['versions']}: check all families")
         new = {row.family: asdict(row) for row in rows}
-        facts = kept | {"rows": [new.get(row["family"], row) for row in kept["rows"]]}
+        rows_of = {row["family"]: row for row in kept["rows"]} | new
+        facts = kept | {"rows": [rows_of[family] for family in FAMILIES if family in rows_of]}
     text = json.dumps(facts)  # an error that was not measured is inf, for which JSON has null
     RESULTS.write_text(json.dumps(json.loads(text, parse_constant=lambda _: None), indent=1) + "\n")
 

@@ -8,8 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from transformers import (
+    ApertusConfig,
     Cohere2Config,
+    Cohere2MoeConfig,
     DeepseekV3Config,
+    Ernie4_5_MoeConfig,
     Gemma2Config,
     Gemma3TextConfig,
     Glm4Config,
@@ -45,8 +48,11 @@ FAMILIES: dict[str, Callable[[], PretrainedConfig]] = {
     ),
     "OLMo-2": lambda: Olmo2Config(num_key_value_heads=8),
     "Cohere 2": lambda: Cohere2Config(num_key_value_heads=8, logit_scale=0.25),
+    "Cohere 2 MoE": lambda: Cohere2MoeConfig(num_key_value_heads=8, logit_scale=0.25),
     "DeepSeek-V3": lambda: DeepseekV3Config.from_dict({"topk_method": "noaux_tc", "scoring_func": "sigmoid"}),
     "GLM-4": Glm4Config,
     "Qwen3-Next": Qwen3NextConfig,
+    "ERNIE 4.5 MoE": Ernie4_5_MoeConfig,
+    "Apertus": lambda: ApertusConfig(num_key_value_heads=8),
 }
 """Function that makes a family's configuration, by the family's name."""

@@ -15,11 +15,10 @@ def model(folder: Path, **config: object) -> Path:
     return folder
 
 
-def test_vllms_windows_of_cohere_2_are_made_those_of_transformers(tmp_path: Path) -> None:
-    assert overrides(model(tmp_path, architectures=["Cohere2ForCausalLM"], sliding_window=4096)) == {
-        "sliding_window": 4095
-    }
-    assert overrides(model(tmp_path, architectures=["Cohere2ForCausalLM"], sliding_window=None)) == {}
+@pytest.mark.parametrize("name", ["Cohere2ForCausalLM", "Cohere2MoeForCausalLM"])
+def test_vllms_windows_of_cohere_2_are_made_those_of_transformers(name: str, tmp_path: Path) -> None:
+    assert overrides(model(tmp_path, architectures=[name], sliding_window=4096)) == {"sliding_window": 4095}
+    assert overrides(model(tmp_path, architectures=[name], sliding_window=None)) == {}
     assert overrides(model(tmp_path, architectures=["MistralForCausalLM"], sliding_window=4096)) == {}
     assert overrides(tmp_path / "nowhere") == {}
 

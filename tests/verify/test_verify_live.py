@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from transformers import GptOssConfig, LlamaConfig, MistralConfig, PretrainedConfig, Qwen3MoeConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from streamrl.machine.cpu import this_cpu
+from streamrl.training.packing_choice import choose_packing
+from streamrl.training.packing_proof import prove
+from streamrl.verify.families import FAMILIES
+from streamrl.verify.generator_checks import check_generators
+from streamrl.verify.small_folder import small_order
 from tests import warm
 from tests.cli.calling import streamrl
 
@@ -49,6 +56,19 @@ def test_the_table_of_a_model(
     else:
         assert "not checked" in int8 or "refused" in int8
     assert "not checked" in rows["stop tokens"]
+
+
+def test_what_vllm_computes_otherwise_by_itself_is_made_alike(tmp_path: Path) -> None:
+    """A window with one token more, experts chosen without their bias, and parameters rounded to bf16."""
+    orders = []
+    for number, family in enumerate(("Cohere 2 MoE", "ERNIE 4.5 MoE", "Apertus")):
+        config, folder = FAMILIES[family](), tmp_path / str(number)
+        config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__]
+        folder.mkdir()
+        packing = choose_packing("auto", prove(config), 64)
+        orders.append(replace(small_order(config, packing, folder), codes=(), in_int8=False))
+    for findings in check_generators(orders):
+        assert [found.verdict for found in findings] == ["works"] * 3, findings
 
 
 def test_a_vllm_for_gpus_is_asked_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

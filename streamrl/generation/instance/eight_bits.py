@@ -31,7 +31,9 @@ ADA = (8, 9)
 """The first compute capability with fp8 units."""
 TRIED = frozenset(
     {
+        "ApertusForCausalLM",
         "Cohere2ForCausalLM",
+        "Cohere2MoeForCausalLM",
         "Gemma2ForCausalLM",
         "Glm4ForCausalLM",
         "GraniteForCausalLM",

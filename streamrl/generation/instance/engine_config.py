@@ -52,6 +52,9 @@ REPLAYING_WORKER = "streamrl.generation.instance.replay_vllm.ReplayingWorker"
 TRIED_MODELS = frozenset({"LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
 """Architectures on which replay and `few_rows` were tried; all others use vLLM's own forward pass and products."""
 
+ONE_TOKEN_MORE = frozenset({"Cohere2ForCausalLM", "Cohere2MoeForCausalLM"})
+"""Architectures whose windows have one token more in vLLM than in transformers."""
+
 EXTENSIONS = "streamrl.generation.instance.worker_extensions"
 """Module of the classes that extend vLLM's worker."""
 
@@ -231,14 +234,15 @@ def speculative_config(speculation: SpeculationConfig) -> dict[str, Any] | None:
 def overrides(model: Path) -> dict[str, Any]:
     """Return values of a model's configuration that vLLM needs changed in order to compute what transformers does.
 
-    vLLM's windowed layers of Cohere 2 see one token more than `sliding_window` says (its `commandr.py` adds it, as the
-    convention of the original training); those of transformers, with which the policy is trained, do not.
+    vLLM's windowed layers of Cohere 2 and of its mixtures see one token more than `sliding_window` says (`commandr.py`
+    and `cohere2_moe.py` add it, as the convention of the original training); those of transformers, with which the
+    policy is trained, do not.
 
     Args:
         model: folder of the model; one without a readable `config.json` needs nothing.
     """
     config = read_config(model)
-    if "Cohere2ForCausalLM" in (config.get("architectures") or ()) and config.get("sliding_window"):
+    if ONE_TOKEN_MORE.intersection(config.get("architectures") or ()) and config.get("sliding_window"):
         return {"sliding_window": config["sliding_window"] - 1}
     return {}
 

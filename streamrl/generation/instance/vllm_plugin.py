@@ -40,12 +40,20 @@ def register() -> None:
         import torch
         from vllm.model_executor.models import registry
 
-        from streamrl.generation.instance import layer_ops_vllm, sampling_vllm, segments_vllm
+        from streamrl.generation.instance import (
+            layer_ops_vllm,
+            routing_vllm,
+            sampling_vllm,
+            segments_vllm,
+            xielu_vllm,
+        )
 
         if os.environ[EAGER] == "1":  # a compiler must see the operations
             layer_ops_vllm.install()
+        routing_vllm.install()
         sampling_vllm.install()
         segments_vllm.install()
+        xielu_vllm.install()
         # vLLM looks at the class of a model it has not seen before in a process that imports everything again, so that
         # its own does not initialize CUDA: half a minute on a slow CPU, for nothing here
         registry._run_in_subprocess = lambda fn: fn()
