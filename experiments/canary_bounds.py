@@ -1,14 +1,17 @@
 """Measure how far the canary's log-probabilities differ: right computations among each other, right and wrong weights.
 
     .venv/bin/python experiments/canary_bounds.py [--model smollm2-135m]
+    .venv/bin/python experiments/canary_bounds.py --families     # all of `verify/families.py`, small and random
 
-Source of the bounds in `streamrl/rollouts/canary.py`. By transformers alone, in the mean over the canary's completion.
+Source of the bounds in `streamrl/rollouts/canary.py`. By transformers alone, in the mean over the canary's completion;
+with `--families` over as many random tokens, the largest of 8 texts.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator
+from copy import deepcopy
 from typing import Any, cast, get_args
 
 import numpy as np
@@ -17,11 +20,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from streamrl.cli.main import error_lines
 from streamrl.machine.model_files import resolve_model
-from streamrl.rollouts.canary import canary, difference
+from streamrl.rollouts.canary import MOST_TOKENS, PROMPT_TOKENS, canary, difference
 from streamrl.rollouts.types import FloatArray
+from streamrl.training.packing_proof import small_model, vocabulary_of
+from streamrl.verify.families import FAMILIES
 from streamrl.weights.quantize import CodeKind, dequantize, is_quantized, quantize
 
 LEARNING_RATES = (1e-6, 5e-6, 1e-4)
+TEXTS = 8
+KINDS: tuple[CodeKind, ...] = ("int8", "fp8")
 Weights = dict[str, torch.Tensor]
 
 
@@ -53,20 +60,48 @@ def wrong(weights: Weights, layers: int) -> Iterator[tuple[str, Weights]]:
         yield f"the version before, a first AdamW step at lr {rate:g} away", moved
 
 
+def of_families() -> None:
+    """Print how far right computations of small random models differ from those in fp32."""
+    print("| family | bfloat16 | int8 weights | fp8 weights |\n|---|---:|---:|---:|")
+    generator = torch.Generator().manual_seed(0)
+    for family, config in FAMILIES.items():
+        model = small_model(config())
+        texts = torch.randint(3, vocabulary_of(model), (TEXTS, MOST_TOKENS), generator=generator)
+
+        def measured(model: Any, texts: torch.Tensor = texts) -> list[FloatArray]:
+            return [logprobs(model, text[None])[PROMPT_TOKENS - 1 :] for text in texts]
+
+        exact, start = measured(model), {name: value.clone() for name, value in model.named_parameters()}
+        others = [measured(deepcopy(model).bfloat16())]
+        for kind in KINDS:
+            model.load_state_dict(rounded(start, kind), strict=False)
+            others.append(measured(model))
+        worst = [max(map(difference, other, exact)) for other in others]
+        print(f"| {family} | {' | '.join(f'{one:.3f}' for one in worst)} |", flush=True)
+
+
+def logprobs(model: Any, ids: torch.Tensor) -> FloatArray:
+    """Return the log-probabilities of all tokens but the first, [T - 1]; `ids` are [1, T]."""
+    with torch.no_grad():
+        logits = model(input_ids=ids).logits[0].float()
+    return cast(FloatArray, torch.log_softmax(logits, -1)[:-1].gather(-1, ids[0, 1:, None])[:, 0].numpy())
+
+
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="smollm2-135m")
-    folder = resolve_model(parser.parse_args().model)
+    parser.add_argument("--families", action="store_true")
+    options = parser.parse_args()
+    if options.families:
+        return of_families()
+    folder = resolve_model(options.model)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     one = canary(lambda text: list(tokenizer.encode(text, add_special_tokens=False)), 1000)
     ids = torch.from_numpy(np.concatenate([one.prompt_tokens, one.completion_tokens]))[None].long()
 
     def measured(model: Any) -> FloatArray:
-        with torch.no_grad():
-            logits = model(input_ids=ids).logits[0].float()
-        each = torch.log_softmax(logits, -1)[:-1].gather(-1, ids[0, 1:, None])
-        return cast(FloatArray, each[len(one.prompt_tokens) - 1 :, 0].numpy())
+        return logprobs(model, ids)[len(one.prompt_tokens) - 1 :]
 
     load: Callable[..., Any] = AutoModelForCausalLM.from_pretrained
     model = load(folder, dtype=torch.float32)

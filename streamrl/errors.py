@@ -36,6 +36,7 @@ class ErrorCode(StrEnum):
     KEYS = "E1013"
     PACKING = "E1014"
     REFUSED_STEPS = "E1015"
+    MISMATCH = "E1016"
 
     def refer(self, message: str) -> str:
         """Append `(see docs: CODE)` to a message; a message that has a code already keeps it."""

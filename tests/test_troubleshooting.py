@@ -22,16 +22,19 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
-from unittest.mock import AsyncMock, create_autospec
+from unittest.mock import AsyncMock, Mock, create_autospec
 
+import numpy as np
 import pytest
 
 from streamrl.config.load import load_cluster, load_run
 from streamrl.config.run import RunConfig
 from streamrl.config.tasks import FileTask
 from streamrl.controller.group_source import GroupSource
+from streamrl.controller.mismatch_guard import MismatchGuard
 from streamrl.controller.refused_steps import RefusedSteps
 from streamrl.controller.void_watch import VoidWatch
+from streamrl.controller.weight_canary import Measured, WeightCanary
 from streamrl.errors import SEE_DOCS, ErrorCode, RunFailed, writing
 from streamrl.generation.site.dispatcher import Dispatcher
 from streamrl.generation.site.fleet import SiteFleet
@@ -453,6 +456,20 @@ def steps_refused(place: Place) -> str:
         while steps.examining:
             here = {group.group_id for share in steps.next() for group in share}
             steps.examined(batch, [{key: found for key in here & {"b"}}])
+    return f"error: {ended.value}"
+
+
+@provokes
+def computed_otherwise(place: Place) -> str:
+    """The trainer and an instance, in fp32, 2 nats apart at the run's first version."""
+    run = RunConfig.model_validate({"model": {"path": "my-model"}})
+    watched, zeros = WeightCanary(run), np.zeros(3, np.float32)
+    watched.trainer_measured(0, Measured("float32", zeros))
+    (found,) = watched.instance_measured(0, "here-regular-0", Measured("float32", zeros - 2))
+    nobody = SimpleNamespace(service_of=lambda instance: "service-here", exclude=AsyncMock(return_value=False))
+    guard = MismatchGuard(run, nobody, nobody, Mock())  # type: ignore[arg-type]
+    with pytest.raises(RunFailed) as ended:
+        asyncio.run(guard.judge_canaries([found]))
     return f"error: {ended.value}"
 
 

@@ -132,11 +132,13 @@ class WeightSyncConfig(StrictModel):
 class MismatchConfig(StrictModel):
     """Comparison of trainer and instances: both compute log-probabilities of a fixed text with each weight version."""
 
-    on_mismatch: Literal["warn", "stop"] = Field(
-        "warn",
+    on_mismatch: Literal["auto", "warn", "stop"] = Field(
+        "auto",
         description="what follows a difference above the bound, of the fixed text or of a step's samples; warn: log, "
         "status and report say so; stop: the run ends, too; at a fixed text of an instance of another site it goes on "
-        "without that site, if others can generate",
+        "without that site, if others can generate; auto: as stop if the fixed text with the run's first version, or "
+        "the samples of its first step, differ by more than any rounding explains (0.1 nats in float32, 1 if one of "
+        "the two is not in it, 2.5 with 8-bit weights), otherwise as warn",
     )
     bound: float | None = Field(
         None,

@@ -236,7 +236,7 @@ class Controller:
             *(self.services, self.rewarders, self.pool, evaluator, self.issuer.rounds, self.times, self.config.seed)
         )
         self.claims = SiteClaims(self.own, self.services, self.pool, evaluator, self.ledger, self.context.cluster.sites)
-        self.guard = MismatchGuard(self.config.mismatch, self.claims, self.trust, self.ledger)
+        self.guard = MismatchGuard(self.config, self.claims, self.trust, self.ledger)
         self.training: TrainingSteps = TrainingSteps(
             run=self.config,
             trainers=self.trainers,

@@ -7,7 +7,7 @@
 
 A site other than the trainer's is excluded when it sends a batch that cannot be read, when `FEWEST_REFUSED` of its
 samples and more than `MOST_REFUSED` of all that it delivered were refused, when the instances in its first hello make
-no sense, and at a canary that differs if the run file says `on_mismatch: stop`. The last site that can generate is
+no sense, and at a canary that is to end the run (`mismatch.on_mismatch`). The last site that can generate is
 never excluded. A site stays excluded until the controller is restarted. Void samples count like void rewards: the run
 ends once there are too many of them (`void_watch.py`).
 """

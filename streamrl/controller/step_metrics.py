@@ -84,7 +84,7 @@ def step_metrics(
         **_drafts(generated, batch.run),
         staleness_mean=staleness_mean,
         staleness_max=staleness_max,
-        mismatch_warning=gap_warning(_first_gap(batch), staleness_max, gap_bound),
+        mismatch_warning=gap_warning(first_gap(batch), staleness_max, gap_bound),
         weight_version=batch.step,
         weight_publications=len(times.syncs),
         weight_bytes_sent=traffic.nbytes,
@@ -246,7 +246,7 @@ def _of_objective(stats: Mapping[str, float], normalizer: float, run: RunConfig)
     }
 
 
-def _first_gap(batch: StepBatch) -> float | None:
+def first_gap(batch: StepBatch) -> float | None:
     """Return the mean |difference| of log-probabilities in the step's first update, nats; None: it had no tokens.
 
     Later updates begin with weights that the step itself has moved.

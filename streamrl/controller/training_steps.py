@@ -27,6 +27,7 @@ from streamrl.controller.replacements import Replacements
 from streamrl.controller.schedule_tuner import FixedSchedule, Setup
 from streamrl.controller.site_services import Services
 from streamrl.controller.step_batch import StepBatch
+from streamrl.controller.step_metrics import first_gap
 from streamrl.controller.step_recorder import Recorder
 from streamrl.controller.step_times import StepTimes
 from streamrl.controller.telemetry import Telemetry
@@ -85,6 +86,8 @@ class TrainingSteps:
     """Choice of the schedule (`schedule: auto`)."""
     checkpoint_wanted: bool = False
     """Whether a person has requested a checkpoint after the current step."""
+    _begun_at: int = 0
+    """Steps that were done before this process's first one."""
     _publish_due: bool = True
     _published: int = -1
     """Number of the version that was published last; -1: none yet."""
@@ -113,7 +116,8 @@ class TrainingSteps:
 
     def resume_at(self, step: int, chosen: dict[str, Any] | None = None) -> None:
         """Continue after `step` optimizer steps, with the checkpoint's choice of the schedule (see `begin`)."""
-        self.step, self._chosen = step, chosen or {}
+        self.step = self._begun_at = step
+        self._chosen = chosen or {}
         self.batch = self._new_batch()
 
     def _new_batch(self) -> StepBatch:
@@ -312,6 +316,7 @@ class TrainingSteps:
         async with self.waits.deadline(f"the ranker to learn from step {self.step + 1}", limit_s):
             assert self._learning is not None
             lengths = await self._learning
+        first = self.step == self._begun_at
         self.step += 1
         batch = self.batch
         self.times.running = self.services.heartbeats.busy_since()
@@ -328,7 +333,8 @@ class TrainingSteps:
                 self.canary.bound,
             )
         if self.telemetry.latest is not None and (warning := self.telemetry.latest.mismatch_warning):
-            self.guard.judge(f"step {self.step}: {warning}")
+            far = first and self.canary.is_far(first_gap(batch) or 0.0, self.run.sampling.temperature)
+            self.guard.judge(f"step {self.step}: {warning}", far)
         self.batch = self._new_batch()
         self.telemetry.watch(self.batch, self.pool)
         self._publish_due = self._publish_due or publishes

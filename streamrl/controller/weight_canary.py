@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from streamrl.config.run import RunConfig
-from streamrl.rollouts.canary import difference, mismatch_bound
+from streamrl.rollouts.canary import FAR, difference, mismatch_bound
 from streamrl.rollouts.types import FloatArray
 
 HISTORY = 20
@@ -37,6 +37,8 @@ class Mismatch:
 
     instance: str
     text: str
+    far: bool = False
+    """Whether this is the run's first version, and no rounding explains the difference."""
 
 
 class WeightCanary:
@@ -59,6 +61,8 @@ class WeightCanary:
         self._expected: dict[int, set[str]] = {}
         self._reported: dict[int, set[str]] = {}
         """Instances whose mismatch on a version was returned: one that repeats itself is not news."""
+        self._first: int | None = None
+        """Number of the first version that the trainer has measured."""
         self._agreed: set[int] = set()
         self._differed: set[int] = set()
         self.comparisons = 0
@@ -66,6 +70,8 @@ class WeightCanary:
         """Largest mean |difference| so far, nats."""
         self.bound: float | None = None
         """Bound of the widest pair of compute types seen so far, nats; None: nothing has been compared."""
+        self._far = 0.0
+        """The largest of `FAR` of the pairs of compute types seen so far, nats; 0: nothing has been compared."""
         self.mismatch = ""
         """Newest mismatch; '': there was none."""
 
@@ -77,6 +83,7 @@ class WeightCanary:
     def trainer_measured(self, number: int, measured: Measured) -> list[Mismatch]:
         """Record the trainer's canary of a version; return the mismatches that this shows."""
         self._of_trainer[number] = measured
+        self._first = number if self._first is None else self._first
         by_version: tuple[dict[int, Any], ...] = (self._of_trainer, self._measured, self._uncompared)
         for kept in (*by_version, self._expected, self._reported):
             for old in [n for n in kept if n <= number - HISTORY]:
@@ -104,11 +111,13 @@ class WeightCanary:
         trainer = self._of_trainer[number]
         eight_bits = measured.dtype if self._may_multiply_in_8_bits and measured.dtype in ("int8", "fp8") else None
         linear = eight_bits or self._generation_dtype
-        bound = self._bound or mismatch_bound(trainer.dtype, measured.dtype, linear, self._sent)
+        rounding = mismatch_bound(trainer.dtype, measured.dtype, linear, self._sent)
+        bound = self._bound or rounding
         gap = difference(trainer.logprobs, measured.logprobs)
         self.comparisons += 1
         self.bound = max(bound, self.bound or 0.0)
         self.worst = max(gap, self.worst or 0.0)
+        self._far = max(self._far, FAR[rounding])
         if gap <= bound:
             self._agreed.add(number)
             return None
@@ -122,7 +131,16 @@ class WeightCanary:
         if instance in reported:
             return None
         reported.add(instance)
-        return Mismatch(instance, self.mismatch)
+        return Mismatch(instance, self.mismatch, far=number == self._first and gap > FAR[rounding])
+
+    def is_far(self, gap: float, temperature: float) -> bool:
+        """Return whether no rounding explains a difference of samples from the trainer.
+
+        Args:
+            gap: mean |difference| of log-probabilities, nats.
+            temperature: the samples'; below 1 it widens differences of logits.
+        """
+        return 0 < self._far < gap * min(1.0, temperature)
 
     def state(self) -> dict[str, object]:
         """Return the contents of `VerifiedStatus`."""

@@ -25,6 +25,9 @@ MOST_TOKENS = 40
 EXACT, ROUNDED, EIGHT_BITS = 1e-3, 0.1, 0.5
 """Bounds on the mean |difference| of log-probabilities, nats: both sides in fp32, and the weights between them; any of
 these in bf16; 8-bit weights."""
+FAR = {EXACT: 0.1, ROUNDED: 1.0, EIGHT_BITS: 2.5}
+"""Mean |difference| that no rounding explains, nats, by its bound: at least 2.5 times the largest that a family showed,
+small and random (docs/explanation/weights.md). That of fp32 leaves room for a GPU that multiplies in TF32."""
 
 
 @dataclass(frozen=True)

@@ -221,7 +221,7 @@ def test_nothing_is_taken_over_from_instances_that_do_not_compute_what_the_train
 ) -> None:
     hear(controller, batch("service-home", sample("home", 0, 0)))
     controller.guard.judge("they differ")
-    monkeypatch.setattr(controller.guard, "_stops", True)
+    monkeypatch.setattr(controller.guard, "_wanted", "stop")
     with pytest.raises(RunFailed, match="they differ"):
         controller.guard.judge("they differ")
     assert controller.ledger.count_kept() == 0

@@ -17,6 +17,7 @@ from streamrl.controller.evaluation_plan import Evaluations
 from streamrl.controller.group_pool import GroupPool
 from streamrl.controller.live_rounds import NoRounds
 from streamrl.controller.training_steps import TrainingSteps
+from streamrl.controller.weight_canary import Measured, WeightCanary
 from streamrl.errors import RestartNeeded
 from streamrl.protocol.controller_trainer import (
     CanaryDone,
@@ -30,6 +31,7 @@ from streamrl.rollouts.types import Group
 from streamrl.rollouts.void import Void, VoidCause
 from streamrl.run_dir.checkpoints import CheckpointFolder
 from streamrl.transport.deadlines import DeadlineExpired, WaitRegistry
+from tests.controller.test_batch_updates import STATS
 from tests.controller.test_pool_and_batch import empty_group
 from tests.rollouts.test_rollouts import make_sample
 from tests.waiting import scaled
@@ -277,6 +279,42 @@ def test_the_checkpoint_of_a_version_stays_until_it_is_evaluated(tmp_path: Path)
 
     asyncio.run(body())
     assert {path.name for path in tmp_path.iterdir()} == {"step_5", "step_6", "step_7"}
+
+
+@pytest.mark.parametrize("begun_at", [0, 4])
+@pytest.mark.parametrize(("gap", "temperature", "far"), [(0.3, 1.0, True), (0.05, 1.0, False), (0.3, 0.1, False)])
+def test_samples_that_no_rounding_explains_are_told_apart_in_the_first_step_only(
+    gap: float, temperature: float, far: bool, begun_at: int
+) -> None:
+    """Of an engine that prefills right and decodes wrong, the fixed text shows nothing."""
+    judged: list[bool] = []
+
+    async def nothing(*_: object) -> None:
+        return None
+
+    run = RunConfig.model_validate({"sampling": {"temperature": temperature}})
+    canary, same = WeightCanary(run), Measured("float32", np.zeros(3, np.float32))
+    canary.trainer_measured(0, same)
+    assert canary.instance_measured(0, "a", same) == []
+    names = ("trainers", "services", "issuer", "pool", "groups", "evaluator", "lengths", "recorder", "telemetry")
+    mocks = {name: MagicMock() for name in (*names, "times", "refusals", "guard")}
+    mocks["telemetry"].latest = SimpleNamespace(mismatch_warning="they differ")
+    mocks["recorder"].step_done = AsyncMock()
+    mocks["guard"].judge = lambda text, far: judged.append(far)
+    scaling: Any = SimpleNamespace(step_done=nothing)
+    steps = TrainingSteps(run=run, scaling=scaling, waits=WaitRegistry("controller"), canary=canary, **mocks)
+    steps.resume_at(begun_at)
+    steps.choice = SimpleNamespace(step_done=nothing, note="")  # type: ignore[assignment]
+
+    async def body() -> None:
+        for _ in range(2):
+            steps.batch.stats.append(STATS | {"tokens": 10.0, "gap_sum": 10 * gap})
+            steps._learning = asyncio.ensure_future(nothing())  # type: ignore[arg-type]
+            done = StepDone(rank=0, started=0.0, finished=1.0, grad_norm=0.3, learning_rate=1e-3, skipped=False)
+            await steps._step_done(done)
+
+    asyncio.run(body())
+    assert judged == [far, False]
 
 
 @pytest.mark.parametrize("kept", [False, True])

@@ -10,7 +10,9 @@ import pytest
 from streamrl.config.run import RunConfig
 from streamrl.controller.weight_canary import HISTORY, Measured, WeightCanary
 from streamrl.rollouts.canary import (
+    EIGHT_BITS,
     EXACT,
+    FAR,
     MOST_TOKENS,
     ROUNDED,
     canary,
@@ -73,6 +75,39 @@ def test_the_bound_follows_the_compute_types_of_both_sides_unless_the_run_file_h
     one = watching(bound=0.005)
     one.trainer_measured(0, measured())
     assert one.instance_measured(0, "a", measured(0.01, "bfloat16")) and one.bound == 0.005
+
+
+EIGHT_BIT_WEIGHTS = {"weights": {"generation_dtype": "int8"}}
+
+
+@pytest.mark.parametrize(
+    ("run", "dtype", "limit"),
+    [
+        ({}, "float32", FAR[EXACT]),
+        ({}, "bfloat16", FAR[ROUNDED]),
+        (EIGHT_BIT_WEIGHTS, "bfloat16", FAR[EIGHT_BITS]),
+        ({"mismatch": {"bound": 1e-6}}, "float32", FAR[EXACT]),  # what rounding does is not the run file's choice
+    ],
+)
+def test_a_difference_is_far_where_no_rounding_explains_it(run: dict[str, object], dtype: str, limit: float) -> None:
+    for shift, far in ((0.9 * limit, False), (1.1 * limit, True)):
+        one = WeightCanary(RunConfig.model_validate(run))
+        one.trainer_measured(0, measured())
+        ((_, found),) = [(found.text, found.far) for found in one.instance_measured(0, "a", measured(shift, dtype))]
+        assert found == far
+    one = WeightCanary(RunConfig.model_validate(run | {"mismatch": {"bound": 2 * limit}}))
+    one.trainer_measured(0, measured())
+    assert one.instance_measured(0, "a", measured(1.1 * limit, dtype)) == []
+
+
+def test_only_the_first_versions_difference_can_be_far() -> None:
+    """Of a run that has gone on, the run file says what follows."""
+    one = watching()
+    one.instance_measured(7, "a", measured(5))
+    assert [found.far for found in one.trainer_measured(7, measured())] == [True]
+    assert [found.far for found in one.instance_measured(7, "b", measured(5))] == [True]
+    one.trainer_measured(8, measured())
+    assert [found.far for found in one.instance_measured(8, "a", measured(5))] == [False]
 
 
 def test_only_instances_that_are_present_and_have_loaded_the_version_are_awaited() -> None:
