@@ -56,7 +56,9 @@ def test_a_heartbeat_asks_the_fleet_once_for_the_states_of_all_instances(tmp_pat
         asked: list[dict[str, Any]] = []
         states = fleet.states
         fleet.states = lambda: asked.append(states()) or asked[-1]  # type: ignore[method-assign, func-returns-value]
-        state = SiteState(fleet.context, fleet.hub, known, fleet, MagicMock(), MagicMock(), "agents-here")
+        weights, uplink = MagicMock(), MagicMock()
+        uplink.link.empty_connections = weights.home.link.empty_connections = 0
+        state = SiteState(fleet.context, fleet.hub, known, fleet, weights, uplink, "agents-here")
         told = state.heartbeat()["instances"]
         assert [told[name]["detail"] for name in sorted(told)] == ["killed", ""]
         assert len(asked) == 1

@@ -89,6 +89,7 @@ def two_sites(tmp_path: Path, sent: Sent, **changes: Any) -> Iterator[Controller
                 meta={"fleet": fleet_of(site)},
                 state={},
                 last_seen=0.0,
+                empty_connections=0,
                 flow=None,
             )
         one.services.joined()

@@ -21,8 +21,13 @@ from tests.security.endless_requests import ENDLESS, ENOUGH, taken
 UPGRADE = "Connection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Version: 13\r\nSec-WebSocket-Key: MTIz"
 
 
-def attacked(attack: Callable[[AgentHost, str], None]) -> None:
-    """Attack the endpoint while an episode runs, whose agent is answered all the same, and is the only one."""
+def attacked(attack: Callable[[AgentHost, str], None], recorded: int = 0) -> None:
+    """Attack the endpoint while an episode runs, whose agent is answered all the same, and is the only one.
+
+    Args:
+        attack: what is done; it gets the endpoint and the episode's key.
+        recorded: calls of it that have the key, and are refused as the episode's.
+    """
     model = Model()
 
     async def main() -> None:
@@ -33,7 +38,10 @@ def attacked(attack: Callable[[AgentHost, str], None]) -> None:
         async with hosting(model, over_http(agent)) as host:
             episode = await host.run(ORDER)
         assert episode.reward == 1.0, episode.void
-        assert len(model.orders) == 1 and [step.name for step in episode.steps] == ["turn 0"]
+        assert len(model.orders) == 1 and [step.name for step in episode.steps] == [
+            *["call refused"] * recorded,
+            "turn 0",
+        ]
 
     asyncio.run(asyncio.wait_for(main(), 120))
 
@@ -66,7 +74,7 @@ def test_no_path_and_no_key_but_that_of_a_running_episode_leads_to_a_session() -
         assert answer_to(host, UPGRADE) == "HTTP/1.1 401 Unauthorized"
         assert answer_to(host, f"{UPGRADE}\r\nAuthorization: Bearer {key}") == "HTTP/1.1 200 OK"  # still HTTP
 
-    attacked(attack)
+    attacked(attack, recorded=2)  # of the key's own folder beside a path that leads nowhere, and of another session
 
 
 @pytest.mark.parametrize("kind", ENDLESS)

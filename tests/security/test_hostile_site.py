@@ -326,7 +326,7 @@ def test_what_other_hubs_refused_is_shown_with_the_process_that_refused_it(contr
     for name, state in states.items():
         state = read_heartbeat(controller.own, Speaker(name, "trainer"), state)
         controller.hub.peers[name] = SimpleNamespace(  # type: ignore[assignment]
-            name=name, role=name.split("-")[0], session="s", state=state, last_seen=0.0, meta={}
+            name=name, role=name.split("-")[0], session="s", state=state, last_seen=0.0, meta={}, empty_connections=0
         )
     hear(controller, batch("service-far", sample("far", 0)))
     shown = {
