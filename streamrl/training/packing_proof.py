@@ -178,7 +178,21 @@ def _random_model(small: PretrainedConfig, seed: int = 0, attention: str = "eage
                 parameter.copy_(noise * 1.2 / parameter.shape[-1] ** 0.5)
             else:  # scales, biases and sinks, which families start at 0 or 1
                 parameter.add_(0.3 * noise)
+        _fill_buffers(model)
     return in_training(model)
+
+
+def _fill_buffers(model: PreTrainedModel) -> None:
+    """Give random values to what a model has learned and no optimizer changes, such as the biases of its router.
+
+    All seeds have the same ones: they are in the files of a model, and never in new weights.
+    """
+    generator = torch.Generator().manual_seed(0)
+    saved = model.state_dict().keys()
+    for name, buffer in model.named_buffers():
+        if name in saved and buffer.is_floating_point() and buffer.unique().tolist() in ([0.0], [1.0]):
+            # families start there; other constants are limits or masks
+            buffer.add_(0.3 * torch.randn(buffer.shape, generator=generator))
 
 
 def vocabulary_of(model: PreTrainedModel) -> int:

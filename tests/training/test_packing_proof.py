@@ -128,6 +128,15 @@ def test_a_model_of_a_small_vocabulary_that_sees_later_tokens_is_refused(vocabul
     assert "no causal language model: later tokens change a log-probability by" in proof.refuted
 
 
+def test_small_models_have_what_is_learned_besides_weights_and_the_same_for_all_seeds() -> None:
+    bias = "model.layers.3.mlp.gate.e_score_correction_bias"
+    first, second = (small_model(AutoConfig.for_model("deepseek_v3"), seed).state_dict() for seed in (0, 1))
+    assert len(first[bias].unique()) == len(first[bias]) > 1 and torch.equal(first[bias], second[bias])
+    assert not torch.equal(first["lm_head.weight"], second["lm_head.weight"])
+    apertus = small_model(AutoConfig.for_model("apertus")).state_dict()  # constants that are no start stay as they are
+    assert float(apertus["model.layers.0.mlp.act_fn.beta"]) == 0.5
+
+
 @pytest.mark.parametrize(
     ("values", "reason"),
     [
