@@ -42,7 +42,7 @@ OUT = RESULTS / "dashboard_live.json"
 WARM = 4
 """Steps before the first stretch: kernels are compiled, and step times are measured."""
 LIMIT_S = 600
-"""For each stretch."""
+"""Most seconds of a stretch."""
 
 
 def browser_cpu_s() -> float:

@@ -43,9 +43,9 @@ LOCAL = ROOT / "cluster_configs" / "local.yaml"
 OUT_HELP = "Where results go (default: experiments/results; with options that change the study, the current folder)."
 POLL_S = 2.0
 WAIT_S = 0.2
-"""Between two looks at the steps of a run that a study waits for."""
+"""Seconds between two looks at the steps of a run that a study waits for."""
 STOP_S = 20.0
-"""For a run to end its processes when it is told to."""
+"""Most seconds for a run to end its processes when it is told to."""
 LIMIT_S = 3600
 """Seconds of each run of `run_all`."""
 START_S = 40.0

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import secrets
 from collections import Counter, defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -147,9 +148,7 @@ class Session:
         """
         if call is None:
             return self._no_room(Call([], [], b""), None, f"the call has more than {BYTES_READ * most} bytes", now)
-        found = digests(call.messages, call.tools)
-        same = next((same for digest in reversed(found[1:]) if (same := self._answered.get(digest))), None)
-        parent = min(same, key=_preference) if same else None
+        _, parent = next(self._extended(call), (0, None))
         return self._no_room(call, parent, f"the call has more than {most} bytes", now)
 
     def _no_room(self, call: Call, parent: Turn | None, length: str, now: float) -> CallError:
@@ -292,14 +291,17 @@ class Session:
         if call.attempt and self._unmet[call.body, call.attempt - 1]:
             self._unmet[call.body, call.attempt - 1] -= 1
 
+    def _extended(self, call: Call) -> Iterator[tuple[int, Turn]]:
+        """Yield the turns that a call may go on from, each after how many of its messages that is, the most first."""
+        found = digests(call.messages, call.tools)
+        for known in range(len(call.messages), 0, -1):
+            if same := self._answered.get(found[known]):
+                yield known, min(same, key=_preference)
+
     def _with_messages(self, call: Call, now: float) -> Turn:
         renderer, note = self.renderer, ""
-        found = digests(call.messages, call.tools)
         try:
-            for known in range(len(call.messages), 0, -1):
-                if not (same := self._answered.get(found[known])):
-                    continue
-                parent = min(same, key=_preference)
+            for known, parent in self._extended(call):
                 assert parent.rendered is not None and parent.generated is not None
                 answer = renderer.stand_in(parent.generated.text)
                 appended = call.messages[known:]

@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from enum import IntEnum
 
 from streamrl.diagnose.facts import IDLE_CPU, SILENT_AFTER_S, Facts, ProcessFacts, RunFacts, innermost
-from streamrl.run_dir.status import obstacle
 from streamrl.transport.refusals import STRANGER
 
 ENGINE = "VLLM::"
@@ -73,7 +72,7 @@ def _condition(one: ProcessFacts, facts: Facts) -> Condition:
         )
     if facts.run is not None and (deaf := facts.run.controller_silent_s.get(one.site, 0.0)) > SILENT_AFTER_S:
         text = f"is out of reach: its site is heard, but has heard nothing of the controller for {seconds(deaf)}"
-        return Condition(Rank.AWAY, text + beyond(obstacle(facts.run.empty_connections.get(one.site, 0))))
+        return Condition(Rank.AWAY, text + beyond(facts.run.obstacle_to(one.site)))
     cpu = one.cpu
     if cpu is None:
         state = f"last said {one.doing!r}" if one.doing else "has said nothing yet"
@@ -106,8 +105,8 @@ def _why_silent(one: ProcessFacts, run: RunFacts | None) -> str:
         peers = {STRANGER} if cause == "unknown key" else {f"site {one.site}", f"service-{one.site}"}
         if count := sum(refused.get(cause, {}).get(peer, 0) for peer in peers):
             found.append(f"{count} {what}")
-    if not found and run is not None and (text := obstacle(run.empty_connections.get(one.site, 0))):
-        return f"; {text}"
+    if not found and run is not None and (text := run.obstacle_to(one.site)):
+        return beyond(text)
     if not found:
         return ", the link or the site is down"
     return f"; turned away since the controller started: {', '.join(found)}"

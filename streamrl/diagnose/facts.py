@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from functools import cache, cached_property
 from typing import Literal
 
+from streamrl.run_dir.status import obstacle
+
 Loop = Literal["answers", "blocked", "none", "unknown"]
 Alive = Literal["running", "sleeping", "disk-sleep", "stopped", "traced", "zombie", "gone", "unknown"]
 
@@ -126,6 +128,10 @@ class RunFacts:
     """Seconds for which each site behind a link has heard nothing of the controller, by its last heartbeat."""
     empty_connections: Mapping[str, int] = field(default_factory=dict)
     """Connections in a row over which only hellos got through, by the site behind the link."""
+
+    def obstacle_to(self, site: str) -> str:
+        """Describe what lets no large messages through the link to a site; '': nothing does."""
+        return obstacle(self.empty_connections.get(site, 0))
 
     @property
     def lasted_s(self) -> float:

@@ -186,7 +186,7 @@ def _publisher_link(wait: WaitFacts, facts: Facts) -> Condition | None:
     if silent <= SILENT_AFTER_S or trainer.rank > Rank.IDLE:
         return None
     text = f"is out of reach of {wait.owner}: the link for weights (port + 1) has been silent for {seconds(silent)}"
-    return Condition(Rank.AWAY, text + beyond(obstacle(facts.run.empty_connections.get(owner.site, 0))))
+    return Condition(Rank.AWAY, text + beyond(facts.run.obstacle_to(owner.site)))
 
 
 def _waits_of(name: str, facts: Facts) -> list[WaitFacts]:
@@ -419,7 +419,7 @@ def _half_heard(site: str, run: RunFacts) -> list[str]:
     found = []
     if (deaf := run.controller_silent_s.get(site, 0.0)) > SILENT_AFTER_S:
         found.append(f"site {site} is heard, but has heard nothing of the controller for {seconds(deaf)}")
-    if text := obstacle(run.empty_connections.get(site, 0)):
+    if text := run.obstacle_to(site):
         found.append(f"site {site}: {text}")
     return found
 

@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 HEARTBEAT_S = 1.0
 HEARD_BEATS = 5
 """Heartbeats without a word after which a process that began earlier may take a peer's name all the same: the clock of
-another machine may be behind, or one may have been set back."""
+another machine may be behind, or one may have been set back. A link's hub counts as silent after as many."""
 LINGER_MS = 500
 YIELD_EVERY = 32
 """Messages after which a reader lets other tasks run; one that always finds another message never would."""
@@ -34,6 +34,11 @@ PARSED = 64
 """Bytes of memory that a byte of an envelope can become: an empty list is one byte there."""
 
 Frames = list[bytes | memoryview]
+
+
+def heard_s() -> float:
+    """Return the seconds without a word up to which a peer counts as heard."""
+    return HEARD_BEATS * HEARTBEAT_S
 
 
 @dataclass(frozen=True)

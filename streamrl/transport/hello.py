@@ -103,4 +103,4 @@ def is_late(hello: Hello, known: Peer | None, silent_s: float) -> bool:
     """
     if known is None or known.session == hello.session or hello.begun >= known.begun:
         return False
-    return silent_s < endpoint_base.HEARD_BEATS * endpoint_base.HEARTBEAT_S
+    return silent_s < endpoint_base.heard_s()

@@ -141,7 +141,7 @@ class Link(Endpoint):
 
     @property
     def _is_silent(self) -> bool:
-        return self.silent_for > endpoint_base.HEARD_BEATS * endpoint_base.HEARTBEAT_S
+        return self.silent_for > endpoint_base.heard_s()
 
     def hub_time(self) -> float:
         """Return the hub's clock now, in unix seconds; this process's own until they have been compared."""
@@ -166,9 +166,7 @@ class Link(Endpoint):
         self._configure(security)
         hint = f" (it answers only if each side has the other's present key; {SEE_DOCS}{ErrorCode.KEYS})"
         # a predecessor that has just died, and began later by a clock that was set back since, is silent by then
-        self._late_until = time.monotonic() + min(
-            2 * endpoint_base.HEARD_BEATS * endpoint_base.HEARTBEAT_S, limit_s / 2
-        )
+        self._late_until = time.monotonic() + min(2 * endpoint_base.heard_s(), limit_s / 2)
         waiting_for = ""
         async with self.waits.deadline(lambda: waiting_for, limit_s):
             waiting_for = f"the name of {self._hub} to have an IP address"

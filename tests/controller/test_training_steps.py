@@ -286,7 +286,7 @@ def test_the_checkpoint_of_a_version_stays_until_it_is_evaluated(tmp_path: Path)
 def test_samples_that_no_rounding_explains_are_told_apart_in_the_first_step_only(
     gap: float, temperature: float, far: bool, begun_at: int
 ) -> None:
-    """Of an engine that prefills right and decodes wrong, the fixed text shows nothing."""
+    """The fixed text shows nothing of an engine that prefills right and decodes wrong."""
     judged: list[bool] = []
 
     async def nothing(*_: object) -> None:

@@ -101,7 +101,7 @@ def test_a_difference_is_far_where_no_rounding_explains_it(run: dict[str, object
 
 
 def test_only_the_first_versions_difference_can_be_far() -> None:
-    """Of a run that has gone on, the run file says what follows."""
+    """The run file says what follows in a run that has gone on."""
     one = watching()
     one.instance_measured(7, "a", measured(5))
     assert [found.far for found in one.trainer_measured(7, measured())] == [True]

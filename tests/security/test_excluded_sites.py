@@ -284,7 +284,7 @@ FAR_OFF = r"more than 0\.1 .*No rounding explains this.*`streamrl verify .*on_mi
 def test_a_canary_that_differs_excludes_its_site_and_that_of_the_trainers_site_ends_the_run(
     tmp_path: Path, sent: Sent, site: str, wanted: str, ends: str, measured_first: str
 ) -> None:
-    """By itself only where no rounding explains it: weights are sent in bf16 here, and the difference is 2 nats."""
+    """`auto` acts only where no rounding explains it: weights are sent in bf16 here, and the difference is 2 nats."""
     with two_sites(tmp_path, sent, mismatch={"on_mismatch": wanted}) as controller:
         canary = CanaryMeasured(number=0, instance=f"{site}-regular-0", dtype="float32")
         differs = said(f"service-{site}", canary, logprobs=np.full(3, -2.0, np.float32))

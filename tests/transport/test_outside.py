@@ -418,7 +418,7 @@ def test_a_connection_that_no_longer_carries_anything_is_made_anew(monkeypatch: 
 
 @pytest.mark.parametrize("upwards", [True, False])
 def test_connections_that_carry_nothing_but_a_hello_are_counted(monkeypatch: pytest.MonkeyPatch, upwards: bool) -> None:
-    """As where large packets are dropped on the way."""
+    """Large packets are dropped on the way, as behind a smaller MTU."""
     monkeypatch.setattr(endpoint_base, "HEARTBEAT_S", 0.1)
     monkeypatch.setattr("streamrl.transport.link.PING_S", 0.1)
     monkeypatch.setattr("streamrl.transport.link.DEAD_AFTER_S", 0.3)

@@ -77,41 +77,41 @@ def no_architecture(folder: Path, on_cpus: bool) -> str:
     if name in FAILS:
         return f"{name}: {FAILS[name]}; use another model"
     if found is None:
-        return _why_unknown(folder, kind, name, tables)
-    return _why_not_with(found, folder, on_cpus)
+        return _why_unknown(folder, config, name, tables)
+    return _why_not_with(found, folder, config, on_cpus)
 
 
-def _why_unknown(folder: Path, kind: str, name: str, tables: Mapping[str, Any]) -> str:
+def _why_unknown(folder: Path, config: Mapping[str, Any], name: str, tables: Mapping[str, Any]) -> str:
     """Return why vLLM cannot compute by transformers what it does not have itself; '': it may."""
     if _has_plugins():
         return ""  # they may bring it
     lacks = f"vLLM has no {name or 'architecture'} (architectures in config.json)"
     if until := tables.get(EARLIER, {}).get(name):
         lacks += f"; the last version that had it is {until}"
-    if (source := _source_of(kind, name)) is None:
+    if (source := _source_of(str(config["model_type"]), name)) is None:
         return f"{lacks}, nor has transformers; use another model"
     # as transformers' `_can_set_attn_implementation`
     own = re.search(r"^class \w*Attention\w*\(nn\.Module\):", source, re.MULTILINE)
     supported = re.search(r"^\s+_supports_attention_backend\s*(: bool)?\s*= True", source, re.MULTILINE)
     if own and not supported and "ALL_ATTENTION_FUNCTIONS.get_interface(" not in source:
         return f"{lacks}, and transformers' has an attention of its own, which vLLM cannot compute; use another model"
-    if kinds := RECURRENT.intersection(_layer_kinds(folder)):
+    if kinds := RECURRENT.intersection(_layer_kinds(folder, config)):
         odd = ", ".join(sorted(kinds))
         return f"{lacks}, and transformers' has layers that vLLM cannot compute ({odd}); use another model"
     return ""
 
 
-def _why_not_with(found: Implementation, folder: Path, on_cpus: bool) -> str:
+def _why_not_with(found: Implementation, folder: Path, config: Mapping[str, Any], on_cpus: bool) -> str:
     """Return why vLLM cannot compute a model with a class of its own."""
     match found[0]:
-        case "qwen2" if read_config(folder).get("use_sliding_window") and len(set(_layer_kinds(folder))) > 1:
+        case "qwen2" if config.get("use_sliding_window") and len(set(_layer_kinds(folder, config))) > 1:
             return (
                 "vLLM computes windows (use_sliding_window) in all layers of its family or in none, and "
                 "max_window_layers in its config.json leaves some without; use another model"
             )
         case "mamba" | "jamba" if on_cpus:
             return f"{MAMBA_1}; use another model, or hardware: cuda"
-        case "nemotron_h" if on_cpus and "moe" in _layer_kinds(folder):
+        case "nemotron_h" if on_cpus and "moe" in _layer_kinds(folder, config):
             return f"{PLAIN_EXPERTS}; use another model, or hardware: cuda"
     return ""
 
@@ -127,9 +127,9 @@ def _names(built: Any) -> tuple[str, ...]:
     return (built,) if isinstance(built, str) else tuple(built)
 
 
-def _layer_kinds(folder: Path) -> list[str]:
+def _layer_kinds(folder: Path, config: Mapping[str, Any]) -> list[str]:
     """Return the kinds of a model's layers, as config.json lists them or transformers derives them; []: not known."""
-    written = text_part(read_config(folder))
+    written = text_part(config)
     if listed := written.get("layer_types") or written.get("layers_block_type"):
         return list(listed)
     with contextlib.suppress(Exception):  # not installed, or not a model that it knows
