@@ -28,7 +28,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from bounds import GFLOP, gemm_peak, like_a_trainer, read_bandwidth, result_name, shape_of, threads
-from running import ROOT, Sheet, machine, results_folder, terminal, usable_cores, write_results
+from running import ROOT, Sheet, machine, results_folder, terminal, write_results
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from streamrl.cli.main import error_lines
@@ -37,6 +37,7 @@ from streamrl.config.run import RunConfig
 from streamrl.machine.compute_type import decided
 from streamrl.machine.cpu import this_cpu
 from streamrl.machine.model_files import resolve_model
+from streamrl.machine.own_share import core_numbers
 from streamrl.rollouts.micro_batch import split_into_micro_batches
 from streamrl.rollouts.train_groups import TrainGroup, TrainSequence
 from streamrl.training.packing import pack
@@ -236,7 +237,7 @@ def peak_sheet(peaks: Peaks) -> Sheet:
 def main(steps: int, dtype: str, model: str) -> None:
     like_a_trainer()
     console, out = terminal(), results_folder(None, "steps", "model")
-    cores = usable_cores()
+    cores = len(core_numbers())
     peaks = measure_peaks(cores)
     sheets = [peak_sheet(peaks)]
     sheets[0].show(console)

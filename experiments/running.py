@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
 import platform
 import shutil
 import subprocess
@@ -32,6 +31,7 @@ from rich.table import Table
 
 from streamrl.config.load import RESOLVED_NAME
 from streamrl.given_options import given_options
+from streamrl.machine.own_share import core_numbers
 from streamrl.run_dir import layout
 from streamrl.run_dir.metrics import MetricsRow, read_metrics
 
@@ -257,11 +257,6 @@ def cpu_seconds(process: psutil.Process) -> float:
     return sum(sum(one.cpu_times()[:2]) for one in (process, *process.children(recursive=True)))
 
 
-def usable_cores() -> int:
-    """Return the number of cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 @contextlib.contextmanager
 def runs_folder(given: Path | None) -> Iterator[Path]:
     """Yield the folder that was asked for, or one that is removed at the end."""
@@ -277,7 +272,7 @@ def machine() -> str:
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.is_file() else []
     model = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "unknown CPU")
-    return f"{usable_cores()} cores of {model}, {platform.system()} {platform.machine()}"
+    return f"{len(core_numbers())} cores of {model}, {platform.system()} {platform.machine()}"
 
 
 @dataclass(frozen=True)
