@@ -47,6 +47,7 @@ from streamrl.agents.worker_frames import (
     Play,
     Played,
     Ready,
+    Spoiled,
     WorkerAlive,
 )
 from streamrl.config.tasks import AgentTask
@@ -256,11 +257,12 @@ class AgentWorker:
         if void is None:  # what the agent leaves behind has no part in the episode, and does not hold it up
             episode.note_left()
             self._send_outcome(play, replace(_ended(playing), steps=episode.steps))
-        spoiled = await self._clean_up(episode, playing)
+        if spoiled := await self._clean_up(episode, playing):
+            self.pipe.send(Spoiled(why=spoiled))
         episode.pool.shutdown(wait=False, cancel_futures=True)
         if void is not None:  # now the agent has ended as well, and its steps are known
             self._send_outcome(play, EpisodeOutcome(None, void, steps=episode.steps))
-        self.pipe.send(CleanedUp(api_key=play.api_key, spoiled=spoiled))
+        self.pipe.send(CleanedUp(api_key=play.api_key))
         with contextlib.suppress(Exception):
             await client.close()
 

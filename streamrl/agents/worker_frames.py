@@ -75,12 +75,17 @@ class Played(_Frame, frozen=True, kw_only=True):
     outcome: EpisodeOutcome
 
 
+class Spoiled(_Frame, frozen=True, kw_only=True):
+    """The worker should get no further episodes; it comes before the outcome of an episode that ended void for it."""
+
+    why: str
+    """The threads or coroutines that do not end."""
+
+
 class CleanedUp(_Frame, frozen=True, kw_only=True):
     """What an agent has left behind has ended, or never will; the last frame of its episode."""
 
     api_key: str
-    spoiled: str
-    """Why the worker should get no further episodes: it keeps threads or coroutines that do not end; '': it should."""
 
 
 class Blocked(_Frame, frozen=True, kw_only=True):
@@ -94,7 +99,7 @@ class Blocked(_Frame, frozen=True, kw_only=True):
 
 
 ToWorker = Begin | Play | GiveUp
-FromWorker = Ready | WorkerAlive | Doing | Played | CleanedUp | Blocked
+FromWorker = Ready | WorkerAlive | Doing | Played | Spoiled | CleanedUp | Blocked
 TO_WORKER: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker)
 FROM_WORKER: msgspec.msgpack.Decoder[FromWorker] = msgspec.msgpack.Decoder(FromWorker)
 ALIVE_S = 1.0

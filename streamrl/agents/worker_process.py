@@ -21,6 +21,7 @@ from streamrl.agents.worker_frames import (
     Play,
     Played,
     Ready,
+    Spoiled,
     ToWorker,
     next_frame,
     packed,
@@ -145,10 +146,10 @@ class WorkerProcess:
                 self.doing.pop(frame.api_key, None)
                 if frame.api_key in self.playing and not (future := self.playing[frame.api_key][1]).done():
                     future.set_result(frame.outcome)
+            case Spoiled():
+                self.how = frame.why
+                self.no_more.set()
             case CleanedUp():
-                if frame.spoiled:
-                    self.how = frame.spoiled
-                    self.no_more.set()
                 self._forget(frame.api_key)
             case Blocked():
                 self._blocked = frame

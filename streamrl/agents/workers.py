@@ -252,7 +252,7 @@ class EpisodeWorkers:
 
     async def _free_worker(self) -> WorkerProcess | None:
         def ready() -> list[WorkerProcess]:
-            return [worker for worker in self._workers if worker.open and not worker.ended]
+            return [worker for worker in self._workers if worker.open and not worker.no_more.is_set()]
 
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._patience_s()), self._some_ready:

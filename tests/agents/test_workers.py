@@ -9,7 +9,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,8 @@ import pytest
 
 from streamrl.agents import workers
 from streamrl.agents.episode import EpisodeOrder, EpisodeOutcome
+from streamrl.agents.worker_frames import FromWorker, Played
+from streamrl.agents.worker_process import WorkerProcess
 from streamrl.agents.workers import EpisodeWorkers
 from streamrl.config.tasks import AgentTask
 from streamrl.errors import RunFailed, UserError
@@ -556,17 +558,34 @@ def test_an_episode_waits_as_long_as_a_worker_may_take_to_start(monkeypatch: pyt
     asyncio.run(scenario())
 
 
-def test_a_worker_that_keeps_what_does_not_end_gets_no_more_episodes_and_finishes_those_it_has() -> None:
+def test_a_worker_that_keeps_what_does_not_end_gets_no_more_episodes_and_finishes_those_it_has(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     tasks = agent(), agent("short", deadlines={"turn_s": scaled(1.0)})
+    take, spoiled, late = WorkerProcess._take, set[WorkerProcess](), list[Callable[[], None]]()
+
+    def take_later(worker: WorkerProcess, frame: FromWorker) -> None:
+        """Take what comes after a void outcome only once it is asked for: the outcome comes with all that it needs."""
+        if worker in spoiled:
+            late.append(lambda: take(worker, frame))
+            return
+        take(worker, frame)
+        if isinstance(frame, Played) and frame.outcome.void:
+            spoiled.add(worker)
 
     async def scenario() -> None:
         async with ModelServer().running() as server, started(*tasks) as owner:
+            monkeypatch.setattr(WorkerProcess, "_take", take_later)
             one = await play(owner, server, order("pid", "first"))
             held = play(owner, server, order("together", n=2))
             deaf = await play(owner, server, order("deaf", task="short"))
             assert deaf.void is not None and deaf.void.cause == VoidCause.TIMEOUT
-            other = await play(owner, server, order("pid", "second"))
+            async with asyncio.timeout(scaled(30)):  # the old one's would be taken only later
+                other = await play(owner, server, order("pid", "second"))
             assert one.reward != other.reward
+            monkeypatch.setattr(WorkerProcess, "_take", take)
+            for take_now in late:
+                take_now()
             assert not held.done()
             last = play(owner, server, order("together", "last", n=2))
             assert [(await outcome).reward for outcome in (held, last)] == [1.0, 1.0]
