@@ -1,4 +1,4 @@
-"""Whether instances have the model's architecture, the 8 bits that are asked for, and room for one request."""
+"""Whether instances compute the model's architecture rightly, have the 8 bits asked for, and room for one request."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from streamrl.launcher.gpu_checks import names_here, sites_here
 from streamrl.launcher.model_check import config_of
 from streamrl.machine.compute_type import choose, with_type
 from streamrl.machine.model_files import resolve_model
+from streamrl.verify.kept_comparison import COMPARED, kept_comparison
 
 
 def check_generation(cluster: ClusterConfig, run: RunConfig, site: str | None) -> Iterable[str]:
@@ -64,6 +65,42 @@ def check_architecture(cluster: ClusterConfig, run: RunConfig) -> Iterable[str]:
         return  # reported by `check_model`
     if reason := no_architecture(folder, cluster.hardware == "cpu"):
         yield ErrorCode.MODEL.refer(f"model.path: {reason}")
+
+
+def check_comparison(cluster: ClusterConfig, run: RunConfig, site: str | None) -> Iterable[str]:
+    """Check that `streamrl verify` has not found here that vLLM computes the model's architecture otherwise.
+
+    Args:
+        site: the only site started here; None: all.
+    """
+    if run.mismatch.on_mismatch != "warn" and (against := _found_here(cluster, run, site)):
+        yield ErrorCode.MISMATCH.refer(f"{against}. mismatch.on_mismatch: warn trains nevertheless")
+
+
+def comparison_warnings(cluster: ClusterConfig, run: RunConfig, site: str | None) -> Iterable[str]:
+    """Say that vLLM computes the model's architecture otherwise than the trainer, or that nobody has compared them."""
+    against = _found_here(cluster, run, site)
+    if against and run.mismatch.on_mismatch == "warn":
+        yield against
+    elif against is None and (kind := config_of(run).get("model_type")) not in COMPARED:
+        yield (
+            f"model.path: whether vLLM computes {kind} as the trainer does was not compared so far on this machine; "
+            f"`streamrl verify {run.model.path}` does it, in a minute or two"
+        )
+
+
+def _found_here(cluster: ClusterConfig, run: RunConfig, site: str | None) -> str | None:
+    """Return what was found against the model; '': nothing, or nothing is generated here; None: nothing is known."""
+    if cluster.hardware != "cpu" or not any(one.generation for one in sites_here(cluster, site)):
+        return ""
+    try:
+        folder = Path(resolve_model(run.model.path))
+    except UserError:
+        return ""  # reported by `check_model`
+    if against := kept_comparison(folder):
+        path = run.model.path
+        return f"model.path: vLLM computes it otherwise than the trainer, as `streamrl verify {path}` found: {against}"
+    return against
 
 
 def check_head_size(cluster: ClusterConfig, run: RunConfig) -> Iterable[str]:

@@ -37,10 +37,12 @@ from streamrl.launcher.folder_check import (
 )
 from streamrl.launcher.generation_check import (
     check_architecture,
+    check_comparison,
     check_eight_bits,
     check_generation,
     check_head_size,
     check_kv_cache,
+    comparison_warnings,
 )
 from streamrl.launcher.gpu_checks import check_this_machine, names_here, warnings_here
 from streamrl.launcher.model_check import check_critic, check_heads, check_model, critic_warnings
@@ -123,7 +125,8 @@ def check(
     if cluster.remote_sites and site is not None:
         checks.append(check_keys(cluster, site, cluster_file))
     of_new = [*check_scripts(cluster, run, site), *(check_critic(cluster, run) if trains else [])]
-    of_new += [*check_architecture(cluster, run), *of_cluster(cluster, run, site)]
+    of_new += [*check_architecture(cluster, run), *check_comparison(cluster, run, site)]
+    of_new += of_cluster(cluster, run, site)
     if cluster.hardware == "cpu":
         checks.append(check_cores(cluster, run, core_numbers(), site))
     if resumed is None:  # earlier versions began runs without these checks
@@ -147,6 +150,7 @@ def check(
         *(disk_warnings(run, runs_root, resumed) if trains else []),
         *(checkpoint_warnings(run, resumed, contents) if trains else []),
         *warnings_here(cluster, run, site),
+        *comparison_warnings(cluster, run, site),
         *of_new,
     ]
 

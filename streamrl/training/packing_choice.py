@@ -16,7 +16,6 @@ import os
 import subprocess
 import sys
 from dataclasses import asdict, dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Literal
 
@@ -24,6 +23,7 @@ from streamrl.atomic_files import replace_text
 from streamrl.config.run import MODEL_KEY, RunConfig
 from streamrl.errors import ErrorCode, UserError
 from streamrl.imports import importing
+from streamrl.machine.code_hash import code_hash
 from streamrl.machine.compiled_c import library_name
 from streamrl.machine.first_time import announce
 from streamrl.machine.model_files import transformers_config
@@ -154,15 +154,9 @@ def _figures(logprobs: float, gradient: float) -> str:
 def _key(folder: Path) -> str:
     versions = [importlib.metadata.version(name) for name in ("torch", "transformers")]
     config = (folder / "config.json").read_bytes().decode(errors="replace")
-    facts = json.dumps([versions, _code(), library_name(KERNEL), config])
+    code = code_hash(Path(__file__).parent)  # it computes a batch and proves it
+    facts = json.dumps([versions, code, library_name(KERNEL), config])
     return hashlib.blake2b(facts.encode(), digest_size=8).hexdigest()
-
-
-@lru_cache
-def _code() -> str:
-    """Return a hash of the code that computes a batch and proves it: all of this package."""
-    parts = [path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.*")) if path.suffix in (".py", ".c")]
-    return hashlib.blake2b(b"".join(parts), digest_size=8).hexdigest()
 
 
 def _prove_here(folder: Path) -> str:

@@ -24,6 +24,8 @@ class Finding:
     """Why, with the figure that was measured."""
     optional: bool = False
     """Whether a run can do without it; what is refused then refuses a setting, not the model."""
+    measured: bool = False
+    """Whether vLLM has answered and its answer was compared: a verdict on the architecture, and not on this attempt."""
 
 
 def table_of(model: str, findings: Sequence[Finding]) -> Table:

@@ -85,7 +85,7 @@ def findings_of(order: Order, answer: dict[str, Any]) -> list[Finding]:
 
 def _against(found: dict[str, Any]) -> Finding:
     says = f"log-probabilities of {found['tokens']} sampled tokens within {found['error']:.1g} nats (fp32)"
-    return Finding(AGAINST, "works" if found["error"] <= BOUND else "refused", says)
+    return Finding(AGAINST, "works" if found["error"] <= BOUND else "refused", says, measured=True)
 
 
 def _version(order: Order, stages: StageValues, failed: str) -> Finding:
@@ -96,10 +96,11 @@ def _version(order: Order, stages: StageValues, failed: str) -> Finding:
     if not differs and order.models[0] != order.models[1] and not difference(stages[BEFORE]["samples"], ours, ""):
         differs = "the engine kept its old weights"
     if differs:
-        return Finding(VERSION, "refused", differs)
+        return Finding(VERSION, "refused", differs, measured=True)
     path = f"trainer's layout, publisher, {found['kind']}, store and vLLM's reload, {found['mb']:.2f} MB"
     tokens = sum(len(one["tokens"]) for one in ours)
-    return Finding(VERSION, "works", f"{tokens} tokens and their log-probabilities equal bit for bit ({path})")
+    says = f"{tokens} tokens and their log-probabilities equal bit for bit ({path})"
+    return Finding(VERSION, "works", says, measured=True)
 
 
 def _between_tokens(stages: StageValues, failed: str) -> Finding:

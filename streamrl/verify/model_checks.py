@@ -17,6 +17,7 @@ from streamrl.training.packing_choice import Packing, packing_proof
 from streamrl.verify.findings import Finding
 from streamrl.verify.generator_checks import check_generators
 from streamrl.verify.generator_order import Order
+from streamrl.verify.kept_comparison import keep_comparison
 from streamrl.verify.small_folder import small_order
 from streamrl.verify.tokenizer_checks import check_tokenizer
 from streamrl.verify.training_checks import check_packing, check_settings
@@ -47,7 +48,10 @@ def verify(
     findings = [found]
     if packing is not None:
         say("vLLM: log-probabilities, and new weights in fp32, in 8 bits and between tokens")
-        findings += _in_vllm(config, folder if full else None, packing)
+        in_vllm = _in_vllm(config, folder if full else None, packing)
+        if not full:  # of the real weights, which others of this architecture do not have
+            keep_comparison(folder, in_vllm)
+        findings += in_vllm
         findings += [check_architecture(folder), check_heads(folder)]
         say("settings of the trainer")
         findings += check_settings(config, packing)

@@ -17,15 +17,18 @@ from streamrl.config.algorithm import GRPOConfig, PPOConfig
 from streamrl.config.cluster import ClusterConfig
 from streamrl.config.run import RunConfig
 from streamrl.config.speculation import SpeculationConfig
+from streamrl.config.weight_sync import MismatchConfig
 from streamrl.errors import UserError
 from streamrl.generation.instance import eight_bits
 from streamrl.launcher import gpu_checks, preflight
 from streamrl.launcher.generation_check import (
     check_architecture,
+    check_comparison,
     check_eight_bits,
     check_generation,
     check_head_size,
     check_kv_cache,
+    comparison_warnings,
 )
 from streamrl.launcher.router_check import check_router_replay
 from streamrl.launcher.sequence_check import check_sequence_parallel
@@ -35,6 +38,8 @@ from streamrl.machine import installed_packages
 from streamrl.machine.cpu import Cpu
 from streamrl.run_dir import layout
 from streamrl.runtime.interfaces import free_ports
+from streamrl.verify.findings import Finding
+from streamrl.verify.kept_comparison import keep_comparison
 from tests.ipv6 import with_ipv6
 
 GIB = 2**30
@@ -326,6 +331,38 @@ def test_an_architecture_with_which_vllm_cannot_generate_is_refused(tmp_path: Pa
     (problem,) = check_architecture(cluster(), mamba)
     assert problem.startswith("model.path: its recurrent layers (Mamba 1) need a kernel")
     assert list(check_architecture(cluster("cuda"), mamba)) == list(check_architecture(cluster(), RunConfig())) == []
+
+
+def test_what_verify_has_found_against_an_architecture_is_used_by_the_next_launch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STREAMRL_CACHE", str(tmp_path / "cache"))
+    run, folder = make_model(tmp_path / "mine", model_type="zamba2"), tmp_path / "mine"
+    warns = run.model_copy(update={"mismatch": MismatchConfig(on_mismatch="warn")})
+    assert list(check_comparison(cluster(), run, None)) == []
+    (warning,) = comparison_warnings(cluster(), run, None)
+    assert warning.startswith("model.path: whether vLLM computes zamba2 as the trainer does was not compared so far")
+    assert f"`streamrl verify {folder}`" in warning
+
+    keep_comparison(folder, [Finding("trainer against vLLM", "refused", "within 0.1 nats", measured=True)])
+    (problem,) = check_comparison(cluster(), run, None)
+    assert f"as `streamrl verify {folder}` found: within 0.1 nats. mismatch.on_mismatch: warn" in problem
+    assert "E1016" in problem and not list(comparison_warnings(cluster(), run, None))
+    assert list(check_comparison(cluster(), warns, None)) == []
+    assert list(comparison_warnings(cluster(), warns, None)) == [problem.split(". mismatch.on_mismatch")[0]]
+    assert list(check_comparison(cluster("cuda"), run, None)) == []  # it was found on a CPU
+
+    keep_comparison(folder, [Finding("trainer against vLLM", "works", "within 1e-06 nats", measured=True)])
+    assert not [*check_comparison(cluster(), run, None), *comparison_warnings(cluster(), run, None)]
+
+
+def test_a_site_that_does_not_generate_here_has_nothing_compared(tmp_path: Path) -> None:
+    home = {"trainer": {"ranks": 1}, "port": 5600}
+    away = {"generation": [{"replicas": 1}], "launch": {"backend": "ray"}}
+    links = [{"between": ["home", "away"], "bandwidth_gbit_s": 1, "rtt_ms": 1}]
+    sites = ClusterConfig.model_validate({"hardware": "cpu", "sites": {"home": home, "away": away}, "links": links})
+    run = make_model(tmp_path / "mine", model_type="zamba2")
+    assert list(comparison_warnings(sites, run, "home")) == list(comparison_warnings(sites, run, None)) == []
 
 
 def test_code_of_a_model_s_own_is_refused_without_advice_that_nothing_takes(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from streamrl.machine.cpu import this_cpu
 from streamrl.training.packing_choice import choose_packing
 from streamrl.training.packing_proof import prove
+from streamrl.verify import kept_comparison
 from streamrl.verify.families import FAMILIES
 from streamrl.verify.generator_checks import check_generators
 from streamrl.verify.small_folder import small_order
@@ -41,7 +42,9 @@ def test_the_table_of_a_model(
 ) -> None:
     config.save_pretrained(tmp_path / "model")
     monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr(kept_comparison, "cache_directory", lambda: tmp_path / "cache")
     assert streamrl(monkeypatch, "verify", tmp_path / "model") == 0
+    assert kept_comparison.kept_comparison(tmp_path / "model") == ""  # for the next launch
     printed, said = capsys.readouterr()
     assert "shards" not in said  # no bars of the small models that are written
     rows = {line.split("│")[1].strip(): line for line in printed.splitlines() if line.startswith("│")}
