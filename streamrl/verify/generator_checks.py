@@ -84,8 +84,11 @@ def findings_of(order: Order, answer: dict[str, Any]) -> list[Finding]:
 
 
 def _against(found: dict[str, Any]) -> Finding:
-    says = f"log-probabilities of {found['tokens']} sampled tokens within {found['error']:.1g} nats (fp32)"
-    return Finding(AGAINST, "works" if found["error"] <= BOUND else "refused", says, measured=True)
+    what = f"log-probabilities of {found['tokens']} sampled tokens"
+    if found["error"] <= BOUND:
+        return Finding(AGAINST, "works", f"{what} within {found['error']:.1g} nats (fp32)", measured=True)
+    differs = f"{what} differ by up to {found['error']:.1g} nats (fp32), more than {BOUND:g}"
+    return Finding(AGAINST, "refused", differs, measured=True)
 
 
 def _version(order: Order, stages: StageValues, failed: str) -> Finding:

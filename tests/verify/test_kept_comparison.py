@@ -41,7 +41,7 @@ def test_what_was_measured_is_kept_and_an_engine_that_failed_says_nothing(folder
     keep(folder, findings_of(ORDER, CRASHED))  # too little memory, perhaps
     assert kept(folder) is None
     keep(folder, found(0.1))
-    assert kept(folder) == "log-probabilities of 9 sampled tokens within 0.1 nats (fp32)"
+    assert kept(folder) == "log-probabilities of 9 sampled tokens differ by up to 0.1 nats (fp32), more than 0.005"
     keep(folder, findings_of(ORDER, CRASHED))
     assert str(kept(folder)).startswith("log-probabilities of 9")
     keep(folder, found(1e-6, fresh=-1.5))
