@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -242,6 +244,26 @@ def test_an_engine_of_a_cpu_looks_at_a_models_class_in_its_own_process(monkeypat
     monkeypatch.setenv(EAGER, "0")
     register()
     assert registry._run_in_subprocess(os.getpid) == os.getpid()
+
+
+def test_kernels_that_a_cpu_has_not_are_replaced_wherever_vllm_holds_them_and_looked_for_nowhere_else(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from vllm.triton_utils import dispatcher
+
+    names = "vllm.defines", "vllm.v1.copies", "streamrl.copies", "vllm_or_another.copies", "torch_copies"
+    kernel, (defines, *others) = object(), map(ModuleType, names)
+    for module in (defines, *others):
+        module.kernel = kernel
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(dispatcher, "_registry", {})
+    monkeypatch.setattr(dispatcher, "_kernel_arg_names", lambda kernel: ())
+    monkeypatch.setattr(dispatcher, "sys", sys)  # so that it is put back
+    monkeypatch.setenv(EAGER, "0")
+    register()
+    dispatcher.register_kernels({"vllm.defines.kernel": print})
+    replaced = [isinstance(module.kernel, dispatcher.KernelOverride) for module in (defines, *others)]
+    assert replaced == [True, True, True, False, False]
 
 
 def test_few_row_kernels_serve_known_models_that_are_not_quantised(tmp_path: Path) -> None:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-from types import SimpleNamespace
+import sys
+from types import ModuleType, SimpleNamespace
 
 from streamrl.generation.instance.engine_variables import EAGER, FEW_ROWS, QUANTIZATION
 from streamrl.runtime.processes import end_with_parent, kill_with
@@ -39,6 +40,7 @@ def register() -> None:
     if EAGER in os.environ:  # an engine of a CPU
         import torch
         from vllm.model_executor.models import registry
+        from vllm.triton_utils import dispatcher
 
         from streamrl.generation.instance import (
             layer_ops_vllm,
@@ -57,6 +59,8 @@ def register() -> None:
         # vLLM looks at the class of a model it has not seen before in a process that imports everything again, so that
         # its own does not initialize CUDA: half a minute on a slow CPU, for nothing here
         registry._run_in_subprocess = lambda fn: fn()
+        # vLLM replaces kernels that a CPU has not wherever one is held, and looks into every module of the process
+        dispatcher.sys = _OwnModules()  # type: ignore[assignment]
         # vLLM's attention uses AMX without asking the kernel for it, which ends a forked engine unless a matrix product
         # has asked before, and any engine where the kernel refuses (a sandbox)
         if not torch.cpu._init_amx():
@@ -67,6 +71,15 @@ def register() -> None:
         import streamrl.generation.instance.few_rows_vllm
     if os.environ.get(QUANTIZATION) in LOAD_FORMATS:
         import streamrl.generation.instance.eight_bit_vllm  # noqa: F401
+
+
+class _OwnModules:
+    """In place of `sys`: the modules that may hold a kernel of vLLM, a seventh of those that an engine has loaded."""
+
+    @property
+    def modules(self) -> dict[str, ModuleType]:
+        """Modules of vLLM and of this package that are loaded now, by name."""
+        return {name: one for name, one in sys.modules.items() if name.partition(".")[0] in ("vllm", "streamrl")}
 
 
 def _end_with_instance() -> None:
