@@ -50,6 +50,7 @@ def new(rows: int = 1, columns: int = 1, height: float = 2.9) -> tuple[Figure, l
         axis.tick_params(colors=_INK, labelsize=9)
         axis.grid(color=_GRID, linewidth=0.7)
         axis.set_axisbelow(True)
+        axis.yaxis.set_offset_position("right")  # a factor such as 1e-6, out of the title's way
         for side, spine in axis.spines.items():
             spine.set_visible(side in ("left", "bottom"))
             spine.set_color(_GRID)
@@ -66,7 +67,8 @@ def label_axis(axis: Axes, x: str, y: str, title: str = "") -> None:
     axis.set_xlabel(x, color=_INK, fontsize=9)
     axis.set_ylabel(y, color=_INK, fontsize=9)
     if title:
-        axis.set_title(title, color=_INK, fontsize=10, loc="left")
+        # a place of its own: matplotlib would lay out all labels of the axes again to look for a free one
+        axis.set_title(title, color=_INK, fontsize=10, loc="left", y=1.0)
 
 
 def legend(axis: Axes, columns: int = 1, above: bool = False) -> None:

@@ -129,6 +129,16 @@ def unmade(drawn: Callable[..., None]) -> None:
     drawn()
 
 
+def test_the_factor_of_small_values_is_beside_the_title() -> None:
+    figure, (axis,) = plots.new()
+    axis.plot([1, 2], [1e-6, 3e-6])
+    plots.label_axis(axis, "optimizer step", "nats per token", "log-probability gap")
+    plots.to_svg(figure, "gap")
+    title, factor = axis._left_title.get_window_extent(), axis.yaxis.get_offset_text()
+    assert factor.get_text() == "1e\N{MINUS SIGN}6" and title.x1 > title.x0
+    assert not title.overlaps(factor.get_window_extent())
+
+
 def test_the_report_of_a_whole_run_holds_every_plot_and_the_right_figures(of_a_run: tuple[Page, str]) -> None:
     page, text = of_a_run
     assert page.plots == [
