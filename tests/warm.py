@@ -78,6 +78,12 @@ OF_VLLM = (
     "vllm.v1.engine.core",
     "vllm.v1.worker.cpu_worker",
     "vllm.model_executor.models.llama",
+    "vllm.plugins.lora_resolvers.filesystem_resolver",
+    "vllm.plugins.lora_resolvers.hf_hub_resolver",
+    "vllm.renderers.hf",
+    "vllm.utils.cpu_triton_utils",
+    "vllm.distributed.elastic_ep.elastic_execute",
+    "vllm.v1.pool.flash_maxsim",
 )
 LIBRARIES = (
     "transformers.models.llama.modeling_llama",
@@ -503,6 +509,8 @@ def import_all(vllm: bool) -> None:
             importlib.import_module(module.name)
     for name in (*LIBRARIES, *(OF_VLLM if vllm else OF_QUICK_TESTS)):
         importlib.import_module(name)
+    if vllm:  # it imports all types of weights to find one
+        sys.modules["vllm.model_executor.layers.quantization"].get_quantization_config("fp8")
     if (threads := len(os.listdir("/proc/self/task"))) != 1:
         raise RuntimeError(f"an import has started {threads - 1} threads")
 
