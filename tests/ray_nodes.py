@@ -32,7 +32,8 @@ class Nodes(Cluster):
             "prestart_worker_first_driver": False,  # else each node starts workers that nobody needs
             "agent_register_timeout_ms": round(1000 * scaled(AGENT_S)),
         }
-        options = {"include_dashboard": False, "_system_config": settings}
+        # the monitor reads the logs of all processes again and again, for drivers that ask for them
+        options = {"include_dashboard": False, "include_log_monitor": False, "_system_config": settings}
         super().__init__(initialize_head=True, head_node_args=options | head)
 
     def add_node(self, *args: object, **options: object) -> object:

@@ -56,7 +56,7 @@ def on_ray(project: Project, address: str, pools: Sequence[dict[str, object]] = 
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """A head with CPUs only, two nodes for the trainer, two for instances.
+    """Two nodes for the trainer, of which one is the head, and two for instances.
 
     Its processes demand Ray's token of each other, and of launchers.
     """
@@ -73,9 +73,9 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 def nodes() -> Iterator[Cluster]:
     """The cluster while it lives."""
-    made = Nodes(num_cpus=4)
+    made = Nodes(num_cpus=4, resources={"large": 2})
     try:
-        for resources in ({"large": 2}, {"large": 2}, {"fast": 2}, {"fast": 2}):
+        for resources in ({"large": 2}, {"fast": 2}, {"fast": 2}):
             made.add_node(resources=resources, num_cpus=4)
         yield made
     finally:
