@@ -474,6 +474,7 @@ def test_another_rank_waits_as_long_as_rank_0_does_and_ends_with_the_same_words(
         stopped = site.workers[1]
         stopped.fate = STOPS
         try:
+            trainer.backend._calls._limit_s = scaled(1)  # no more, as it is waited for in full
             why = await both(1)  # nobody ends it meanwhile
         finally:
             stopped.end()
