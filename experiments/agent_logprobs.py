@@ -72,7 +72,7 @@ def turns_of(mask: np.ndarray) -> np.ndarray:
     return np.cumsum(begins)[mask]
 
 
-def gaps(rows: list[dict[str, Any]]) -> list[tuple[np.ndarray, np.ndarray]]:
+def mismatches(rows: list[dict[str, Any]]) -> list[tuple[np.ndarray, np.ndarray]]:
     """Return (absolute difference in nats, turn) of the sampled tokens of each row; shapes [sampled]."""
     policy = load_policy(str(resolve_model("smollm2-135m")))
     found = []
@@ -82,15 +82,15 @@ def gaps(rows: list[dict[str, Any]]) -> list[tuple[np.ndarray, np.ndarray]]:
         sequence = TrainSequence(tokens, logprobs, 0.0, mask=mask)
         batch = pack([TrainGroup("row", np.asarray(row["prompt_tokens"], np.int32), [sequence])])
         with torch.no_grad():
-            gap = (policy(batch, 1.0).logprobs - batch.generator_logprobs).abs().numpy()
-        found.append((gap if len(gap) == mask.sum() else gap[mask], turns_of(mask)))
+            mismatch = (policy(batch, 1.0).logprobs - batch.generator_logprobs).abs().numpy()
+        found.append((mismatch if len(mismatch) == mask.sum() else mismatch[mask], turns_of(mask)))
     return found
 
 
-def row_of(name: str, gap: np.ndarray) -> list[str]:
+def row_of(name: str, mismatch: np.ndarray) -> list[str]:
     """Return a row of the table."""
-    figures = [gap.mean(), *np.quantile(gap, (0.5, 0.99)), gap.max()]
-    return [name, f"{len(gap):,}", *(f"{one:.1e}" for one in figures), f"{100 * (gap > AIM).mean():.0f} %"]
+    figures = [mismatch.mean(), *np.quantile(mismatch, (0.5, 0.99)), mismatch.max()]
+    return [name, f"{len(mismatch):,}", *(f"{one:.1e}" for one in figures), f"{100 * (mismatch > AIM).mean():.0f} %"]
 
 
 @click.command(help=__doc__)
@@ -99,15 +99,15 @@ def row_of(name: str, gap: np.ndarray) -> list[str]:
 def main(prompts: int, samples: int) -> None:
     target = results_folder(None, "prompts", "samples") / OUT.name
     rows = play(prompts, samples)
-    found = gaps(rows)
-    gap, turn = (np.concatenate([one[part] for one in found]) for part in (0, 1))
+    found = mismatches(rows)
+    mismatch, turn = (np.concatenate([one[part] for one in found]) for part in (0, 1))
     longest = max(len(row["prompt_tokens"]) + len(row["completion_tokens"]) for row in rows)
     heads = ("turn of the row", "tokens", "mean", "median", "99 %", "largest", f"above {AIM:g}")
-    lines = [row_of(str(one), gap[turn == one]) for one in sorted(set(turn.tolist()))]
+    lines = [row_of(str(one), mismatch[turn == one]) for one in sorted(set(turn.tolist()))]
     sheet = Sheet(
         "Log-probabilities of trainer and engine, fp32: absolute difference in nats",
         heads,
-        [*lines, row_of("all", gap)],
+        [*lines, row_of("all", mismatch)],
         [
             f"SmolLM2-135M, {prompts * samples} episodes of {TURNS} turns in {len(rows)} rows of at most {longest}"
             " tokens"
@@ -118,13 +118,13 @@ def main(prompts: int, samples: int) -> None:
         "machine": machine(),
         "episodes": prompts * samples,
         "rows": len(rows),
-        "tokens": len(gap),
+        "tokens": len(mismatch),
         "longest": longest,
-        "mean": float(gap.mean()),
-        "p99": float(np.quantile(gap, 0.99)),
-        "largest": float(gap.max()),
-        "above": float((gap > AIM).mean()),
-        "by_turn": {int(one): float(gap[turn == one].mean()) for one in sorted(set(turn.tolist()))},
+        "mean": float(mismatch.mean()),
+        "p99": float(np.quantile(mismatch, 0.99)),
+        "largest": float(mismatch.max()),
+        "above": float((mismatch > AIM).mean()),
+        "by_turn": {int(one): float(mismatch[turn == one].mean()) for one in sorted(set(turn.tolist()))},
     }
     write_results(target, record, "Exactness over the turns of an episode", [sheet])
 

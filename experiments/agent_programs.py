@@ -87,8 +87,19 @@ def main(steps: int) -> None:
         ]
         for name, one in found.items()
     ]
-    heads = ("program", "steps", "episodes", "void", "turns", "rows", "tokens", "rewards", "norms of gradients", "gap")
-    notes = ["SmolLM2-135M; gap: mean difference of log-probabilities, trainer's from engine's, of the worst step"]
+    heads = (
+        "program",
+        "steps",
+        "episodes",
+        "void",
+        "turns",
+        "rows",
+        "tokens",
+        "rewards",
+        "norms of gradients",
+        "mismatch",
+    )
+    notes = ["SmolLM2-135M; mismatch: mean difference of log-probabilities, trainer's from engine's, of the worst step"]
     sheet = Sheet("Programs that were trained unchanged", heads, rows, notes)
     sheet.show(terminal())
     write_results(target, {"machine": machine(), "programs": found}, "Agents that are programs", [sheet])

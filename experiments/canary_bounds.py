@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from streamrl.cli.main import error_lines
 from streamrl.machine.model_files import resolve_model
-from streamrl.rollouts.canary import MOST_TOKENS, PROMPT_TOKENS, canary, difference
+from streamrl.rollouts.canary import MOST_TOKENS, PROMPT_TOKENS, canary, mean_mismatch
 from streamrl.rollouts.types import FloatArray
 from streamrl.training.packing_proof import small_model, vocabulary_of
 from streamrl.verify.families import FAMILIES
@@ -76,7 +76,7 @@ def of_families() -> None:
         for kind in KINDS:
             model.load_state_dict(rounded(start, kind), strict=False)
             others.append(measured(model))
-        worst = [max(map(difference, other, exact)) for other in others]
+        worst = [max(map(mean_mismatch, other, exact)) for other in others]
         print(f"| {family} | {' | '.join(f'{one:.3f}' for one in worst)} |", flush=True)
 
 
@@ -109,15 +109,15 @@ def main() -> None:
     exact = measured(model)
     print(f"{len(one.completion_tokens)} tokens, {exact.mean():.2f} nats in the mean\n")
     print("| computed with | mean difference, nats |\n|---|---:|")
-    print(f"| float32 twice | {difference(measured(model), exact):.1e} |")
+    print(f"| float32 twice | {mean_mismatch(measured(model), exact):.1e} |")
     bf16 = measured(load(folder, dtype=torch.bfloat16))
     eager = measured(load(folder, dtype=torch.bfloat16, attn_implementation="eager"))
-    print(f"| bfloat16 and float32 | {difference(bf16, exact):.1e} |")
-    print(f"| bfloat16 and bfloat16, another attention | {difference(bf16, eager):.1e} |")
+    print(f"| bfloat16 and float32 | {mean_mismatch(bf16, exact):.1e} |")
+    print(f"| bfloat16 and bfloat16, another attention | {mean_mismatch(bf16, eager):.1e} |")
     cases = [(kind, rounded(start, kind)) for kind in get_args(CodeKind)]
     for what, weights in (*cases, *wrong(start, model.config.num_hidden_layers)):
         model.load_state_dict(weights, strict=False)
-        print(f"| {what} | {difference(measured(model), exact):.1e} |", flush=True)
+        print(f"| {what} | {mean_mismatch(measured(model), exact):.1e} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -92,7 +92,7 @@ def ratios(model: str, tokens: int) -> list[dict[str, Any]]:
         with torch.no_grad():
             ours = policy(batch, temperature, Truncation(top_k, top_p, min_p))
             full = policy(batch, temperature)
-        gap = (ours.logprobs - batch.generator_logprobs).abs()
+        mismatch = (ours.logprobs - batch.generator_logprobs).abs()
         of_full = (full.logprobs - batch.generator_logprobs).abs()
         rows.append(
             {
@@ -100,9 +100,9 @@ def ratios(model: str, tokens: int) -> list[dict[str, Any]]:
                 "top_p": top_p,
                 "top_k": top_k,
                 "min_p": min_p,
-                "tokens": len(gap),
-                "largest": float(gap.max()),
-                "mean": float(gap.mean()),
+                "tokens": len(mismatch),
+                "largest": float(mismatch.max()),
+                "mean": float(mismatch.mean()),
                 "outside": int(ours.outside.sum()),
                 "full_largest": float(of_full.max()),
                 "full_mean": float(of_full.mean()),

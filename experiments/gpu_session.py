@@ -461,7 +461,7 @@ def grpo(tiny: bool, model: Path) -> Iterator[dict[str, Any]]:
                 "train_s": trained - generated,
                 "publish_s": time.perf_counter() - trained,
                 "tokens": stats.tokens,
-                "mean_abs_logprob_gap": stats.gap_sum / stats.tokens,
+                "mean_abs_logprob_gap": stats.mismatch_sum / stats.tokens,
                 "grad_norm": result.grad_norm,
             }
         dist.destroy_process_group()

@@ -5,8 +5,8 @@
 Speed: two engines of the same model, `generation.compute: int8` and `same` (bf16), one thread each, are timed in turns:
 decode steps of 1, 8 and 64 requests. The models are SmolLM2-135M and a Llama of 1.5 B random parameters.
 
-Gap: both engines of SmolLM2 sample the same prompts, and the trainer's policy computes the log-probabilities of the
-sampled tokens from the same bf16 weights, in fp32. With r the ratio of the trainer's probability to the engine's,
+Mismatch: both engines of SmolLM2 sample the same prompts, and the trainer's policy computes the log-probabilities of
+the sampled tokens from the same bf16 weights, in fp32. With r the ratio of the trainer's probability to the engine's,
 
     E|r - 1| / 2            is the total variation distance of the two distributions, and
     E(r - c)+ / 2           what is left of it where samples are weighted by min(r, c), truncated importance sampling,
@@ -123,7 +123,7 @@ async def sampled(engine: Engine, prompts: list[np.ndarray], each: int) -> list[
     return [(one.prompt_tokens, sample) for one, sample in pairs if isinstance(sample, Sample)]
 
 
-def gap(policy: Any, drawn: list[tuple[np.ndarray, Sample]]) -> dict[str, float]:
+def mismatch(policy: Any, drawn: list[tuple[np.ndarray, Sample]]) -> dict[str, float]:
     """Return the distance of an engine's samples from the trainer's distribution, before and after correction."""
     ratios = []
     for prompt, sample in drawn:
@@ -143,7 +143,7 @@ def gap(policy: Any, drawn: list[tuple[np.ndarray, Sample]]) -> dict[str, float]
 
 
 async def study(model: Path, repeats: int, each: int) -> tuple[list[dict[str, float]], dict[str, Any]]:
-    """Return step times of both kinds, and both kinds' gaps (none if `each` is 0)."""
+    """Return step times of both kinds, and both kinds' mismatches (none if `each` is 0)."""
     engines = {kind: engine_of(model, kind) for kind in KINDS}
     try:
         for engine in engines.values():
@@ -158,18 +158,20 @@ async def study(model: Path, repeats: int, each: int) -> tuple[list[dict[str, fl
         for engine in engines.values():
             engine.close()
     policy = load_policy(str(model))
-    return steps, {kind: gap(policy, one) for kind, one in drawn.items()}
+    return steps, {kind: mismatch(policy, one) for kind, one in drawn.items()}
 
 
 @click.command(help=__doc__)
 @click.option("--repeats", default=5, show_default=True, type=click.IntRange(1))
-@click.option("--samples", default=8, show_default=True, type=click.IntRange(1), help="of each prompt, for the gap")
+@click.option(
+    "--samples", default=8, show_default=True, type=click.IntRange(1), help="of each prompt, for the mismatch"
+)
 @click.option("--beside", default="", help="a remark about the machine, for the table")
 def main(repeats: int, samples: int, beside: str) -> None:
     target = results_folder(None, "repeats", "samples") / OUT.name
     small = Path(resolve_model("smollm2-135m"))
     speed: dict[str, Any] = {}
-    gaps: dict[str, Any] = {}
+    mismatches: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
         for name, model, each in (
             ("SmolLM2-135M", small, samples),
@@ -179,7 +181,7 @@ def main(repeats: int, samples: int, beside: str) -> None:
             if (probe := probe_products(model, "bfloat16")) is None:
                 raise click.ClickException(f"the products of {name} cannot be measured on this machine")
             speed[name] = {"steps": steps, "probe": probe.speedup}
-            gaps |= found
+            mismatches |= found
     rows = [
         [
             f"{name}, {one['batch']}",
@@ -204,7 +206,7 @@ def main(repeats: int, samples: int, beside: str) -> None:
             f"{one['after']:.5f}",
             f"{one['ess']:.4f}",
         ]
-        for kind, one in gaps.items()
+        for kind, one in mismatches.items()
     ]
     figures = ("engine", "tokens", "mean, nats", "largest", "distance before", "after correction", "ESS")
     sheets.append(
@@ -212,7 +214,7 @@ def main(repeats: int, samples: int, beside: str) -> None:
     )
     for sheet in sheets:
         sheet.show(terminal())
-    record = {"machine": machine(), "speed": speed, "gaps": gaps, "clip": CLIP, "beside": beside}
+    record = {"machine": machine(), "speed": speed, "gaps": mismatches, "clip": CLIP, "beside": beside}
     write_results(target, record, "Generation in 8 bits", sheets)
 
 

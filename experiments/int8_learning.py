@@ -74,7 +74,7 @@ def sheet(record: dict[str, Any]) -> Sheet:
             middle = statistics.median(s["seconds"] for s in steps)
             figures = [f"{first:.3f}", f"{last:.3f}", f"{means[0]:.4f}", f"{means[1]:.4f}", f"{middle:.1f}"]
             rows.append([f"{NAMES[kind]}, seed {one['seed']}", str(len(steps)), *figures])
-    heads = ("generation", "steps", f"reward, first {ENDS}", f"last {ENDS}", "gap, nats", "ESS", "median step, s")
+    heads = ("generation", "steps", f"reward, first {ENDS}", f"last {ENDS}", "mismatch, nats", "ESS", "median step, s")
     return Sheet(
         "The small reasoner with truncated importance sampling",
         heads,

@@ -447,7 +447,7 @@ def _gpu_runs() -> str:
     return "; ".join(
         f"{one['run']}: {one['steps']} steps, first sample after {one['start_to_first_sample_s']} s, "
         f"{one['versions_verified']} versions verified within {one['largest_difference_nats']} nats, "
-        f"log-probability gap {one['logprob_gap']:.3f} nats"
+        f"trainer-generator mismatch {one['logprob_gap']:.3f} nats"
         for one in read("gpu_h200")["runs"]
     )
 

@@ -16,7 +16,7 @@ from streamrl.controller.step_batch import StepBatch
 from streamrl.controller.step_times import Interval, Traffic
 from streamrl.protocol.controller_trainer import StepDone
 from streamrl.rollouts.advantage import effective_sample_size
-from streamrl.rollouts.canary import gap_warning
+from streamrl.rollouts.canary import mismatch_warning
 from streamrl.rollouts.length_audit import StepAudit
 from streamrl.rollouts.trajectory import MOST_METRICS, EpisodeStep
 from streamrl.rollouts.types import Group, IntArray, Sample, Scored
@@ -38,7 +38,7 @@ def step_metrics(
     deferred: int = 0,
     costs: Costs | None = None,
     peak_tflops: float | None = None,
-    gap_bound: float | None = None,
+    mismatch_bound: float | None = None,
 ) -> MetricsRow:
     """Return the metrics row of a finished step.
 
@@ -54,7 +54,7 @@ def step_metrics(
         deferred: number of samples deferred to a later round.
         costs: cost of the step; None: the cluster file has no prices.
         peak_tflops: dense bf16 peak of all ranks together, TFLOP/s; None: unknown.
-        gap_bound: largest trainer-generator mismatch expected, nats; None: not known yet.
+        mismatch_bound: largest trainer-generator mismatch expected, nats; None: not known yet.
     """
     groups = batch.groups_trained
     generated = [m.sample for g in groups for m in g.members()]
@@ -84,7 +84,7 @@ def step_metrics(
         **_drafts(generated, batch.run),
         staleness_mean=staleness_mean,
         staleness_max=staleness_max,
-        mismatch_warning=gap_warning(first_gap(batch), staleness_max, gap_bound),
+        mismatch_warning=mismatch_warning(first_mismatch(batch), staleness_max, mismatch_bound),
         weight_version=batch.step,
         weight_publications=len(times.syncs),
         weight_bytes_sent=traffic.nbytes,
@@ -229,7 +229,7 @@ def _of_objective(stats: Mapping[str, float], normalizer: float, run: RunConfig)
     return {
         "loss": stats["loss_sum"] / normalizer,
         "entropy": per_token("entropy_sum", stats["entropy_tokens"]),
-        "logprob_gap_mean": per_token("gap_sum"),
+        "logprob_gap_mean": per_token("mismatch_sum"),
         "importance_ratio_max": stats["ratio_max"] if tokens else None,
         "importance_ratio_mean": per_token("ratio_sum"),
         "ess_token": effective("weight_sum", "weight_sq_sum", tokens),
@@ -246,14 +246,14 @@ def _of_objective(stats: Mapping[str, float], normalizer: float, run: RunConfig)
     }
 
 
-def first_gap(batch: StepBatch) -> float | None:
+def first_mismatch(batch: StepBatch) -> float | None:
     """Return the mean |difference| of log-probabilities in the step's first update, nats; None: it had no tokens.
 
     Later updates begin with weights that the step itself has moved.
     """
     first = batch.first_stats if batch.update else batch.stats
     tokens = sum(micro["tokens"] for micro in first)
-    return sum(micro["gap_sum"] for micro in first) / tokens if tokens else None
+    return sum(micro["mismatch_sum"] for micro in first) / tokens if tokens else None
 
 
 def _episodes(groups: Iterable[Group]) -> Iterator[list[EpisodeStep]]:

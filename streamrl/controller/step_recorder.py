@@ -59,7 +59,7 @@ class Recorder:
         traffic: Traffic,
         prompts_too_long: int,
         deferred: int,
-        gap_bound: float | None = None,
+        mismatch_bound: float | None = None,
     ) -> Interval:
         """Record a finished optimizer step and return its times.
 
@@ -95,7 +95,7 @@ class Recorder:
             deferred,
             self._costs(began, clock, traffic),
             self.peak_tflops,
-            gap_bound,
+            mismatch_bound,
         )
         if row.staleness_max is None:
             log.warning("step %d trained nothing: no sample of it with a reward has a sampled token", batch.step)

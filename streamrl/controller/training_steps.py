@@ -27,7 +27,7 @@ from streamrl.controller.replacements import Replacements
 from streamrl.controller.schedule_tuner import FixedSchedule, Setup
 from streamrl.controller.site_services import Services
 from streamrl.controller.step_batch import StepBatch
-from streamrl.controller.step_metrics import first_gap
+from streamrl.controller.step_metrics import first_mismatch
 from streamrl.controller.step_recorder import Recorder
 from streamrl.controller.step_times import StepTimes
 from streamrl.controller.telemetry import Telemetry
@@ -333,7 +333,7 @@ class TrainingSteps:
                 self.canary.bound,
             )
         if self.telemetry.latest is not None and (warning := self.telemetry.latest.mismatch_warning):
-            far = first and self.canary.is_far(first_gap(batch) or 0.0, self.run.sampling.temperature)
+            far = first and self.canary.is_far(first_mismatch(batch) or 0.0, self.run.sampling.temperature)
             self.guard.judge(f"step {self.step}: {warning}", far)
         self.batch = self._new_batch()
         self.telemetry.watch(self.batch, self.pool)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from streamrl.config.run import RunConfig
-from streamrl.rollouts.canary import FAR, difference, mismatch_bound
+from streamrl.rollouts.canary import FAR, mean_mismatch, mismatch_bound
 from streamrl.rollouts.types import FloatArray
 
 HISTORY = 20
@@ -113,34 +113,34 @@ class WeightCanary:
         linear = eight_bits or self._generation_dtype
         rounding = mismatch_bound(trainer.dtype, measured.dtype, linear, self._sent)
         bound = self._bound or rounding
-        gap = difference(trainer.logprobs, measured.logprobs)
+        mismatch = mean_mismatch(trainer.logprobs, measured.logprobs)
         self.comparisons += 1
         self.bound = max(bound, self.bound or 0.0)
-        self.worst = max(gap, self.worst or 0.0)
+        self.worst = max(mismatch, self.worst or 0.0)
         self._far = max(self._far, FAR[rounding])
-        if gap <= bound:
+        if mismatch <= bound:
             self._agreed.add(number)
             return None
         self._differed.add(number)
         self.mismatch = (
             f"version {number} on {instance} does not compute what the trainer computes: log-probabilities of a fixed "
-            f"text differ by {gap:.3g} nats in the mean, more than {bound:.3g} "
+            f"text differ by {mismatch:.3g} nats in the mean, more than {bound:.3g} "
             f"(trainer {trainer.dtype}, instance {measured.dtype})"
         )
         reported = self._reported.setdefault(number, set())
         if instance in reported:
             return None
         reported.add(instance)
-        return Mismatch(instance, self.mismatch, far=number == self._first and gap > FAR[rounding])
+        return Mismatch(instance, self.mismatch, far=number == self._first and mismatch > FAR[rounding])
 
-    def is_far(self, gap: float, temperature: float) -> bool:
+    def is_far(self, mismatch: float, temperature: float) -> bool:
         """Return whether no rounding explains a difference of samples from the trainer.
 
         Args:
-            gap: mean |difference| of log-probabilities, nats.
+            mismatch: mean |difference| of log-probabilities, nats.
             temperature: the samples'; below 1 it widens differences of logits.
         """
-        return 0 < self._far < gap * min(1.0, temperature)
+        return 0 < self._far < mismatch * min(1.0, temperature)
 
     def state(self) -> dict[str, object]:
         """Return the contents of `VerifiedStatus`."""

@@ -393,7 +393,7 @@ def step_line(row: MetricsRow, before: MetricsRow | None, steps: int, left_s: fl
         f"max {fixed(row.output_length_max, 0)}",
         f"loss {number(row.loss)}",
         f"grad {number(row.grad_norm)}",
-        f"gap {number(row.logprob_gap_mean, 2)}",
+        f"mismatch {number(row.logprob_gap_mean, 2)}",
         f"step {fixed(row.step_time_s, 1)} s (gen {fixed(row.generate_time_s, 1)}, train {fixed(row.train_time_s, 1)})",
         f"{samples}{fixed(row.samples_per_s, 1)}/s",
         *off_policy(row),

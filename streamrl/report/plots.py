@@ -266,7 +266,7 @@ def training_figure(rows: Sequence[MetricsRow]) -> Figure:
         ("loss", "loss", ""),
         ("grad_norm", "gradient norm before clipping", ""),
         ("entropy", "entropy", "nats per token"),
-        ("logprob_gap_mean", "log-probability gap", "nats per token"),
+        ("logprob_gap_mean", "trainer-generator mismatch", "nats per token"),
     )
     for axis, (name, title, unit), colour in zip(axes, columns, COLOURS, strict=False):
         if not curves(axis, rows, [(name, "", colour)], unit, title):

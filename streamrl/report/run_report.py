@@ -208,9 +208,9 @@ def _training(data: RunData) -> str:
     why = data.status.why_types if data.status else ""
     caption = (
         "Per optimizer step. Loss: the algorithm's objective over the step's tokens. Entropy: of the policy, per "
-        "completion token. Log-probability gap: mean absolute difference between the trainer's and the generator's "
-        "log-probability of the sampled tokens (0 when both compute identically, in the same type and with the same "
-        "weights)."
+        "completion token. Trainer-generator mismatch: mean absolute difference between the trainer's and the "
+        "generator's log-probability of the sampled tokens (0 when both compute identically, in the same type and "
+        "with the same weights)."
     )
     packing = data.status.why_packing if data.status else ""
     types = f"<p>Compute types: {escape(why)}.</p>" if why else ""

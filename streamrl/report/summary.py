@@ -136,7 +136,7 @@ def headline_figures(rows: Sequence[MetricsRow]) -> list[tuple[str, str]]:
         ("trainer", trainer_speed(rows)),
         ("peak memory, all processes", NONE if memory is None else f"{memory:.1f} GiB"),
         ("groups without gradient", groups_without_gradient(rows)),
-        ("log-probability gap", number(mean(row.logprob_gap_mean for row in rows))),
+        ("trainer-generator mismatch", number(mean(row.logprob_gap_mean for row in rows))),
         *cost(rows),
     ]
 

@@ -57,7 +57,7 @@ def canary(encode: Callable[[str], Sequence[int]], max_context: int) -> Canary:
     return Canary(tokens[:prompt], tokens[prompt:])
 
 
-def difference(ours: FloatArray, theirs: FloatArray) -> float:
+def mean_mismatch(ours: FloatArray, theirs: FloatArray) -> float:
     """Return the mean |difference| of log-probabilities, nats; inf if the shapes differ or a value is not finite."""
     if ours.shape != theirs.shape:
         return float("inf")
@@ -81,20 +81,20 @@ def mismatch_bound(trainer: str, generator: str, generation_dtype: str = "same",
     return EXACT if trainer == generator == sent == "float32" else ROUNDED
 
 
-def gap_warning(gap: float | None, staleness: float | None, bound: float | None) -> str | None:
+def mismatch_warning(mismatch: float | None, staleness: float | None, bound: float | None) -> str | None:
     """Return a warning if a step's samples show that trainer and generator compute different policies.
 
     Only a step whose samples all come from the weights that it trains on can be judged, by its first update: otherwise
     the policies differ because one is older, and the canary alone compares equal weights.
 
     Args:
-        gap: mean |difference| of log-probabilities over the tokens of the step's first update, nats; None: no tokens.
+        mismatch: mean |difference| of log-probabilities over the tokens of the first update, nats; None: no tokens.
         staleness: most versions between the sampling of a token and the step.
         bound: largest difference expected; None: the compute types are not known yet.
     """
-    if gap is None or bound is None or staleness or gap <= bound:
+    if mismatch is None or bound is None or staleness or mismatch <= bound:
         return None
     return (
-        f"log-probabilities of trainer and generator differ by {gap:.2g} nats in the mean (bound {bound:.2g}), "
+        f"log-probabilities of trainer and generator differ by {mismatch:.2g} nats in the mean (bound {bound:.2g}), "
         "with samples of the weights that are trained"
     )

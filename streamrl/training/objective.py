@@ -40,7 +40,7 @@ class MicroStats:
     entropy_tokens: int = 0
     outside: float = 0.0
     """Tokens that the policy's own truncation would not have sampled."""
-    gap_sum: float = 0.0
+    mismatch_sum: float = 0.0
     """Trainer-generator mismatch: |trainer log-prob - generator log-prob|."""
     ratio_sum: float = 0.0
     """The surrogate's ratio of each token, or its sequence's: trainer / generator, or trainer / proximal."""
@@ -174,18 +174,18 @@ def _ratio_sum(log_ratios: torch.Tensor, sequence_ids: torch.Tensor, by_sequence
 
 
 @torch.no_grad()
-def _mismatch_sums(gap: torch.Tensor, sequence_ids: torch.Tensor) -> dict[str, torch.Tensor]:
+def _mismatch_sums(log_ratios: torch.Tensor, sequence_ids: torch.Tensor) -> dict[str, torch.Tensor]:
     """Return the statistics of how far trainer and generator differ, whatever the correction.
 
     Args:
-        gap: [N], the trainer's log-probability minus the generator's.
+        log_ratios: [N], the trainer's log-probability minus the generator's.
         sequence_ids: [N].
     """
-    ratios = torch.exp(bounded(gap)).double()
-    sequence_ratios = torch.exp(bounded(sequence_sums(gap, sequence_ids))).double()
+    ratios = torch.exp(bounded(log_ratios)).double()
+    sequence_ratios = torch.exp(bounded(sequence_sums(log_ratios, sequence_ids))).double()
     sequence_ratios *= sequence_lengths(sequence_ids) > 0  # a number that no token has would count as a ratio of 1
     return {
-        "gap_sum": gap.abs().sum(),
+        "mismatch_sum": log_ratios.abs().sum(),
         "ratio_max": ratios.max() if len(ratios) else ratios.new_zeros(()),
         "weight_sum": ratios.sum(),
         "weight_sq_sum": ratios.square().sum(),

@@ -142,7 +142,9 @@ def _in_int8(stages: StageValues, failed: str) -> Finding:
     if differs:
         return Finding(IN_INT8, "refused", differs, optional=True)
     tokens = sum(len(one["tokens"]) for one in theirs)
-    says = f"{tokens} tokens equal a fresh engine's bit for bit; {found['gap']:.2g} nats from the trainer in the mean"
+    says = (
+        f"{tokens} tokens equal a fresh engine's bit for bit; {found['mismatch']:.2g} nats from the trainer in the mean"
+    )
     return Finding(IN_INT8, "works", says, optional=True)
 
 

@@ -285,8 +285,8 @@ async def _updated_in_int8(order: Order, say: ReportStage) -> None:
                 await path.deliver(*ShardedLayout(new, kind).lay_out(SECOND))
                 drawn = await _drawn(engine)
                 theirs = _trainer_logprobs(second, drawn, order.attention)
-                gaps = [np.abs(ours.logprobs - one).mean() for ours, one in zip(drawn, theirs, strict=True)]
-    say(IN_INT8, before=before, samples=_plain(drawn), gap=float(np.mean(gaps)))
+                mismatches = [np.abs(ours.logprobs - one).mean() for ours, one in zip(drawn, theirs, strict=True)]
+    say(IN_INT8, before=before, samples=_plain(drawn), mismatch=float(np.mean(mismatches)))
 
 
 async def _fresh_in_int8(order: Order, say: ReportStage) -> None:

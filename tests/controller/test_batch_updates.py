@@ -77,18 +77,18 @@ def test_every_pass_trains_each_sample_once_with_its_own_log_probabilities(epoch
 
 @pytest.mark.parametrize(("epochs", "parts"), [(2, 1), (1, 2)])
 def test_the_mismatch_of_a_step_is_judged_by_its_first_update_alone(epochs: int, parts: int) -> None:
-    def warning(*gaps: float) -> str | None:
+    def warning(*mismatches: float) -> str | None:
         batch = batch_of(epochs, parts)
-        for number, gap in enumerate(gaps):
+        for number, mismatch in enumerate(mismatches):
             while batch.next_micro_batch(8, 1) is not None:
-                batch.micro_batch_done([STATS | {"gap_sum": gap * STATS["tokens"]}])
+                batch.micro_batch_done([STATS | {"mismatch_sum": mismatch * STATS["tokens"]}])
             if number == 0:
                 assert batch.next_update()
                 batch = batch.without({batch.of_update[0].group_id})  # refused, and tried again
         times = Interval(0.0, 10.0, (), (), {"a": ()}, {"a": ()}, (), {"a": (0.0, 10.0)})
         result = StepDone(rank=0, started=0.0, finished=1.0, grad_norm=0.3, learning_rate=1e-3, skipped=False)
         few = *(batch, times, result, Traffic(), 0, None), *(StepLengths(None, None), LengthAudit(8).end_step(1))
-        return step_metrics(*few, gap_bound=0.001).mismatch_warning
+        return step_metrics(*few, mismatch_bound=0.001).mismatch_warning
 
     assert warning(1e-5, 0.1) is None  # the policy has moved by the step's own update
     assert warning(0.1, 1e-5) is not None

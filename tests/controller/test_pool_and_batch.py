@@ -469,7 +469,7 @@ def test_step_metrics_are_what_they_say() -> None:
                 "kl_sum": 0.0,
                 "entropy_sum": 3.0,
                 "entropy_tokens": 2,
-                "gap_sum": 0.5,
+                "mismatch_sum": 0.5,
                 "ratio_sum": 6.0,
                 "ratio_max": 1.5,
                 "weight_sum": 5.0,

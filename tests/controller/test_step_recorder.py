@@ -45,7 +45,9 @@ def record(folder: Path, *batches: StepBatch) -> list[MetricsRow]:
     )
     recorder = Recorder(RolloutStore(folder / "rollouts"), unused, LengthAudit(128), unused, unused, unused, None)
     for batch in batches:
-        asyncio.run(recorder.step_done(batch, result, StepLengths(None, None), True, Traffic(), 0, 0, gap_bound=0.001))
+        asyncio.run(
+            recorder.step_done(batch, result, StepLengths(None, None), True, Traffic(), 0, 0, mismatch_bound=0.001)
+        )
     return rows
 
 

@@ -282,9 +282,9 @@ def test_the_checkpoint_of_a_version_stays_until_it_is_evaluated(tmp_path: Path)
 
 
 @pytest.mark.parametrize("begun_at", [0, 4])
-@pytest.mark.parametrize(("gap", "temperature", "far"), [(0.3, 1.0, True), (0.05, 1.0, False), (0.3, 0.1, False)])
+@pytest.mark.parametrize(("mismatch", "temperature", "far"), [(0.3, 1.0, True), (0.05, 1.0, False), (0.3, 0.1, False)])
 def test_samples_that_no_rounding_explains_are_told_apart_in_the_first_step_only(
-    gap: float, temperature: float, far: bool, begun_at: int
+    mismatch: float, temperature: float, far: bool, begun_at: int
 ) -> None:
     """The fixed text shows nothing of an engine that prefills right and decodes wrong."""
     judged: list[bool] = []
@@ -308,7 +308,7 @@ def test_samples_that_no_rounding_explains_are_told_apart_in_the_first_step_only
 
     async def body() -> None:
         for _ in range(2):
-            steps.batch.stats.append(STATS | {"tokens": 10.0, "gap_sum": 10 * gap})
+            steps.batch.stats.append(STATS | {"tokens": 10.0, "mismatch_sum": 10 * mismatch})
             steps._learning = asyncio.ensure_future(nothing())  # type: ignore[arg-type]
             done = StepDone(rank=0, started=0.0, finished=1.0, grad_norm=0.3, learning_rate=1e-3, skipped=False)
             await steps._step_done(done)

@@ -16,9 +16,9 @@ from streamrl.rollouts.canary import (
     MOST_TOKENS,
     ROUNDED,
     canary,
-    difference,
-    gap_warning,
+    mean_mismatch,
     mismatch_bound,
+    mismatch_warning,
 )
 from tests.security.hostile_world import Sent, two_sites
 
@@ -138,14 +138,14 @@ def test_the_canary_fits_any_context_and_has_a_prompt_and_a_completion() -> None
 
 
 def test_a_difference_is_the_mean_over_the_tokens() -> None:
-    assert difference(LOGPROBS, LOGPROBS) == 0.0
-    assert difference(LOGPROBS, LOGPROBS + np.array([0.5, 0, 0, 0, -0.5], np.float32)) == pytest.approx(0.2)
+    assert mean_mismatch(LOGPROBS, LOGPROBS) == 0.0
+    assert mean_mismatch(LOGPROBS, LOGPROBS + np.array([0.5, 0, 0, 0, -0.5], np.float32)) == pytest.approx(0.2)
 
 
 def test_a_steps_gap_is_judged_only_if_its_samples_come_from_the_weights_trained() -> None:
-    assert gap_warning(0.02, 0.0, 0.01) is not None
-    for gap, staleness, bound in ((0.01, 0.0, 0.01), (0.02, 1.0, 0.01), (None, 0.0, 0.01), (0.02, 0.0, None)):
-        assert gap_warning(gap, staleness, bound) is None
+    assert mismatch_warning(0.02, 0.0, 0.01) is not None
+    for mismatch, staleness, bound in ((0.01, 0.0, 0.01), (0.02, 1.0, 0.01), (None, 0.0, 0.01), (0.02, 0.0, None)):
+        assert mismatch_warning(mismatch, staleness, bound) is None
 
 
 def test_weights_that_cross_links_are_expected_in_the_type_in_which_they_are_sent(tmp_path: Path) -> None:

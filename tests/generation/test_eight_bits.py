@@ -33,7 +33,7 @@ from streamrl.weights.quantize import CODE_TYPES, SCALE_SUFFIX, dequantize, quan
 from streamrl.weights.version import lay_out
 
 RESULTS = Path(__file__).parents[2] / "experiments" / "results"
-LEAST_GAP = 1e-4
+LEAST_MISMATCH = 1e-4
 """Nats; an engine in fp32 is a hundred times closer to the trainer."""
 CORRECTED = {"name": "grpo", "off_policy": {"ratio_to": "proximal", "correction": "truncate"}}
 VNNI = Cpu("a CPU", frozenset({"avx2", "avx512f", "avx512_vnni"}))
@@ -91,8 +91,8 @@ def findings_by_architecture(kept: list[dict[str, Any]]) -> list[tuple[str, dict
 def computed_in_int8(findings: dict[str, dict[str, str]]) -> bool:
     """Whether each version loaded as in a fresh engine, and the engine differs from the trainer as 8 bits do."""
     found = findings[IN_INT8]
-    gap = re.search(r"(\S+) nats from the trainer", found["reason"])
-    return found["verdict"] == "works" and gap is not None and float(gap[1]) > LEAST_GAP
+    mismatch = re.search(r"(\S+) nats from the trainer", found["reason"])
+    return found["verdict"] == "works" and mismatch is not None and float(mismatch[1]) > LEAST_MISMATCH
 
 
 def test_auto_takes_8_bits_only_where_they_can_be_had_and_the_probe_finds_them_worth_it() -> None:

@@ -26,7 +26,7 @@ from streamrl.generation.instance.engine import Engine
 from streamrl.generation.instance.engine_config import CPU_BLOCK_SIZE
 from streamrl.generation.instance.step_trials import TimingTrial
 from streamrl.generation.instance.stop_strings import detokenizer_after
-from streamrl.rollouts.canary import canary, difference, mismatch_bound
+from streamrl.rollouts.canary import canary, mean_mismatch, mismatch_bound
 from streamrl.rollouts.train_groups import TrainGroup, TrainSequence
 from streamrl.rollouts.types import PartialSample, Sample, SampleRequest
 from streamrl.training.packing import pack
@@ -274,10 +274,10 @@ def test_the_canary_shows_which_weights_an_engine_computes_with(engines: Engines
     of_old, of_new, of_wrong = engines.run(run, measured)
     bound = mismatch_bound(dtype, dtype)
     by_torch = [canary_by_torch(folder, type_) for folder in (old, new)]
-    gaps = [difference(ours, theirs) for ours, theirs in zip((of_old, of_new), by_torch, strict=True)]
-    assert max(gaps) < bound / 2, gaps
-    assert difference(of_new, by_torch[0]) > bound  # the version before
-    assert difference(of_wrong, by_torch[1]) > bound
+    mismatches = [mean_mismatch(ours, theirs) for ours, theirs in zip((of_old, of_new), by_torch, strict=True)]
+    assert max(mismatches) < bound / 2, mismatches
+    assert mean_mismatch(of_new, by_torch[0]) > bound  # the version before
+    assert mean_mismatch(of_wrong, by_torch[1]) > bound
 
 
 def stored_as_codes(store: WeightStore, number: int, model: Path, kind: CodeKind, rounded: Path) -> str:

@@ -161,7 +161,7 @@ class Compared(NamedTuple):
 
     differ: float
     """Share of (token, layer) whose set of experts is another one than vLLM's."""
-    gap: np.ndarray
+    mismatch: np.ndarray
     """|difference of log-probability| of each token, in nats."""
 
 
@@ -179,8 +179,8 @@ def compare(shape: RouterShape, model: Path, group: TrainGroup, dtype: torch.dty
         logprobs = policy(batch, 1.0).logprobs
     ours = np.sort(torch.stack(used, dim=1).numpy()[batch.recorded.numpy()], axis=-1)
     theirs = np.sort(shape.from_rows(batch.experts.numpy()[batch.recorded.numpy()]), axis=-1)
-    gap = np.abs(logprobs.float().numpy() - batch.generator_logprobs.numpy())
-    return Compared(float((ours != theirs).any(-1).mean()), gap)
+    mismatch = np.abs(logprobs.float().numpy() - batch.generator_logprobs.numpy())
+    return Compared(float((ours != theirs).any(-1).mean()), mismatch)
 
 
 def test_vllms_experts_are_those_of_the_model_and_replay_brings_the_trainer_nearer(found: Found) -> None:
@@ -191,7 +191,7 @@ def test_vllms_experts_are_those_of_the_model_and_replay_brings_the_trainer_near
     rows = {}
     for replays in (False, True):
         each = [compare(found.shape, found.models[0], group, torch.bfloat16, replays) for group in groups]
-        rows[replays] = float(np.mean([one.differ for one in each])), np.concatenate([one.gap for one in each])
+        rows[replays] = float(np.mean([one.differ for one in each])), np.concatenate([one.mismatch for one in each])
         mean, most = float(rows[replays][1].mean()), float(rows[replays][1].max())
         print(f"replay {replays}: {rows[replays][0]:.2%} other experts, |difference| mean {mean:.4f}, most {most:.3f}")
     assert 0 < rows[False][0] < 0.1, "experts of other tokens, layers or requests would differ in most places"

@@ -25,7 +25,7 @@ from streamrl.config.run import RunConfig
 from streamrl.generation.drafts.exact_verification import ensure_exact_verification
 from streamrl.generation.drafts.undrafted_steps import VerifyingSampler
 from streamrl.generation.instance.engine import Engine
-from streamrl.rollouts.canary import difference, mismatch_bound
+from streamrl.rollouts.canary import mean_mismatch, mismatch_bound
 from streamrl.rollouts.types import PartialSample, Sample, SampleRequest
 from streamrl.training.truncation import Truncation, truncate_
 from streamrl.weights.version_store import WeightStore
@@ -242,7 +242,7 @@ def test_weights_that_come_in_mid_sequence_draw_what_follows(world: Speculating)
         found = await taken_off(world.engine, requests, running)
         canary = await world.engine.measure_canary()
         assert canary is not None
-        assert difference(canary, canary_by_torch(new)) < mismatch_bound("float32", "float32")
+        assert mean_mismatch(canary, canary_by_torch(new)) < mismatch_bound("float32", "float32")
         return found
 
     for sample in world.loop.run(crossing()):

@@ -366,7 +366,7 @@ def test_a_log_gets_start_up_changes_then_one_line_per_step(tmp_path: Path) -> N
         view.refresh()
         (line,) = screen.take()
         assert line == (
-            "step 1/20  reward 0.10  len p50 23 p90 90 max 96  loss 0.012  grad 1.6  gap 0.008  "
+            "step 1/20  reward 0.10  len p50 23 p90 90 max 96  loss 0.012  grad 1.6  mismatch 0.008  "
             "step 18.1 s (gen 9.1, train 12.4)  64 samples 3.5/s  recall@20 0.55  "
             "dispatch saved 8.0% (simulated)  2 groups without gradient  "
             "3 of 67 rewards void (4%: timeout 3%, crash 1%)  left 5m10s"

@@ -157,7 +157,7 @@ def test_the_sums_by_hand() -> None:
             "loss_sum": -1.0,  # the first sequence's tokens are masked
             "clipped": 1.0,
             "kl_sum": 0.0,
-            "gap_sum": 2 * math.log(2),
+            "mismatch_sum": 2 * math.log(2),
             "ratio_sum": 2.0 + 0.5 + 1.0,
             "ratio_max": 2.0,
             "weight_sum": 3.5,

@@ -456,7 +456,7 @@ def test_policy_reference_and_proximal_copy_have_the_distribution_that_is_sample
     np.testing.assert_allclose(trainer.prepare(groups), drawn.logprobs.numpy(), atol=1e-5)
     stats = trainer.accumulate(groups, is_last=True)
     assert stats.outside == int(drawn.outside.sum())
-    assert stats.gap_sum / stats.tokens < 1e-5 and abs(stats.kl_sum) < 1e-5
+    assert stats.mismatch_sum / stats.tokens < 1e-5 and abs(stats.kl_sum) < 1e-5
     assert stats.ratio_sum == pytest.approx(stats.tokens, rel=1e-5)
 
 

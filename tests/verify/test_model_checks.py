@@ -268,7 +268,7 @@ RIGHT: dict[str, dict[str, object]] = {
     "weights in fp8": {"codes": ROUNDED, "plain": ROUNDED, "mb": 0.4},
     "weights in int8": {"codes": ROUNDED, "plain": ROUNDED, "mb": 0.4},
     BETWEEN_TOKENS: {"error": 1e-5, "tokens": 30, "crossed": 4},
-    "layers in int8": {"before": OLD, "samples": NEW, "gap": 0.02},
+    "layers in int8": {"before": OLD, "samples": NEW, "mismatch": 0.02},
     "a fresh engine in int8": {"samples": NEW},
 }
 FAILED = "(EngineCore pid=1) ERROR [x.py:1] ValueError: no CPU kernel\n"
@@ -313,7 +313,7 @@ def test_all_that_vllm_has_shown_works() -> None:
         ("layers in int8", {"a fresh engine in int8": {"samples": OLD}}, "refused", "a fresh engine's in int8"),
         (
             "layers in int8",
-            {"layers in int8": {"before": NEW, "samples": NEW, "gap": 0.0}},
+            {"layers in int8": {"before": NEW, "samples": NEW, "mismatch": 0.0}},
             "refused",
             "the engine kept its old weights",
         ),
