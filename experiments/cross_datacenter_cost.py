@@ -44,7 +44,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from plan_constants import batch
 from rich.progress import track
-from running import OUT_HELP, ROOT, Sheet, results_folder, save_plot, terminal
+from running import OUT_HELP, ROOT, Sheet, explanation, results_folder, save_plot, terminal
 
 from scheduler.capacity.allocation import DELTA_RATIO
 from scheduler.cost.hardware import device
@@ -473,7 +473,7 @@ def main(model: str, gpus: int, egress: float, hardware: Path | None, quick: boo
         f"{study.model.name}; {base.gpus} H800 set the pace; base point: lengths {base.lengths}, {base.schedule}, "
         f"{base.gbit_s:g} Gbit/s, {base.rtt_ms:g} ms, {base.egress:g} USD/GB"
     )
-    about = (__doc__ or "").split("\n\n", 2)[2].strip()
+    about = explanation(__doc__)
     text = f"# When a second site pays\n\nWritten by `{Path(__file__).relative_to(ROOT)}`. {where}.\n\n{about}\n\n"
     text += "## Reading\n\n" + "\n".join(f"- {line}" for line in says) + "\n\n"
     text += "![cost and step time over bandwidth](cross_datacenter_cost.svg)\n"

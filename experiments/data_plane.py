@@ -36,7 +36,6 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +43,7 @@ import click
 from data_plane_figures import ceiling_sheet, draw, pressure_sheet, steady_sheets
 from data_plane_measure import PHASES, RATE, measure
 from data_plane_peer import measure_peer
-from running import OUT_HELP, ROOT, machine, results_folder, terminal
+from running import OUT_HELP, explanation, machine_with_load, results_folder, terminal, write_tables
 
 from streamrl.generation.site.uplink import MIN_MARK
 
@@ -54,8 +53,7 @@ FORMS = {"near": False, "far": True}
 
 def surroundings(seconds: float, instances: int) -> str:
     """The machine, and how many processes want its cores just now."""
-    load = os.getloadavg()[0]
-    return f"{instances} instances, {seconds:g} s each; {machine()}, load average {load:.1f} before"
+    return f"{instances} instances, {seconds:g} s each; {machine_with_load()} before"
 
 
 def measured(arm: str, seconds: float, instances: int, peer_python: Path | None) -> dict[str, Any]:
@@ -109,10 +107,9 @@ def main(
         sheets.append(pressure_sheet(values["backpressure"]["phases"]))
     for sheet in sheets:
         sheet.show(console)
-    about = (__doc__ or "").split("\n\n", 2)[2].strip()
-    on = "".join(f"- {arm}: {where}\n" for arm, where in values["on"].items())
-    head = f"# The data plane\n\nWritten by `{Path(__file__).relative_to(ROOT)}`.\n\n{on}\n"
-    (out / "data_plane.md").write_text(head + about + "\n\n" + "\n".join(sheet.markdown() for sheet in sheets))
+    machines = "\n".join(f"- {arm}: {where}" for arm, where in values["on"].items())
+    about = f"{machines}\n\n{explanation(__doc__)}"
+    write_tables(kept.with_suffix(".md"), "The data plane", "", sheets, about)
     draw(values, out / "data_plane.svg")
     console.print(f"written to {kept}, .md and .svg beside", highlight=False)
 

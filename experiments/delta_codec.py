@@ -29,7 +29,6 @@ Writes experiments/results/delta_codec.json, .md and .svg.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -54,7 +53,17 @@ from delta_codec_weights import (
 )
 from matplotlib.figure import Figure
 from rich.console import Console
-from running import OUT_HELP, ROOT, Sheet, machine, read_record, results_folder, shown, terminal
+from running import (
+    OUT_HELP,
+    Sheet,
+    explanation,
+    machine_with_load,
+    read_record,
+    results_folder,
+    shown,
+    terminal,
+    write_tables,
+)
 
 from streamrl.cli.main import error_lines
 
@@ -179,11 +188,6 @@ def draw(rows: Sequence[Coded], steps: Sequence[Step], path: Path) -> None:
     figure.savefig(path)
 
 
-def surroundings() -> str:
-    """The machine, and how many processes want its cores just now."""
-    return f"{machine()}, load average {os.getloadavg()[0]:.1f}"
-
-
 def save(path: Path, on: str, rows: Sequence[Coded], steps: Sequence[Step], live: Live | None = None) -> None:
     """Everything, as JSON."""
     made, real = ([asdict(some) for some in both] for both in (rows, steps))
@@ -197,7 +201,7 @@ def measure(steps: int, console: Console, kept: Path) -> None:
     """All of it; the file is written as results come."""
     rows: list[Coded] = []
     done: list[Step] = []
-    on = surroundings()
+    on = machine_with_load()
     rng = np.random.default_rng(0)
 
     def on_step(step: Step) -> None:
@@ -247,9 +251,8 @@ def main(steps: int, out: Path | None, summary_only: bool, live: Path | None) ->
     sheets = [made_sheet(rows), *([steps_sheet(done)] if done else []), *([live_sheet(ran)] if ran else [])]
     for sheet in sheets:
         sheet.show(console)
-    about = (__doc__ or "").split("\n\n", 2)[2].strip()
-    head = f"# Weight deltas\n\nWritten by `{Path(__file__).relative_to(ROOT)}`. One thread; {values['machine']}.\n\n"
-    (out / "delta_codec.md").write_text(head + about + "\n\n" + "\n".join(sheet.markdown() for sheet in sheets))
+    circumstances = f"One thread; {values['machine']}."
+    write_tables(kept.with_suffix(".md"), "Weight deltas", circumstances, sheets, explanation(__doc__))
     draw(rows, done, out / "delta_codec.svg")
     console.print(f"written to {kept}, .md and .svg beside", highlight=False)
 

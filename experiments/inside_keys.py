@@ -29,7 +29,6 @@ from __future__ import annotations
 import asyncio
 import json
 import multiprocessing
-import os
 import statistics
 import tempfile
 import time
@@ -43,7 +42,7 @@ import click
 import numpy as np
 import torch
 import zmq
-from running import Sheet, machine, read_record, results_folder, terminal
+from running import Sheet, explanation, machine_with_load, read_record, results_folder, terminal, write_tables
 
 from streamrl.runtime.interfaces import free_ports
 from streamrl.transport.curve import ClientSecurity, KeyPair, ServerSecurity
@@ -376,7 +375,7 @@ def main(turns: int, summary_only: bool) -> None:
         path.write_text(
             json.dumps(
                 {
-                    "machine": f"{machine()}, load average {os.getloadavg()[1]:.0f}",
+                    "machine": machine_with_load(),
                     **found,
                 },
                 indent=1,
@@ -385,10 +384,8 @@ def main(turns: int, summary_only: bool) -> None:
         )
     values = read_record(path, "machine", "turns")
     made = sheets(values)
-    about = (__doc__ or "").partition("One process binds")
-    text = ["# Keys inside a site", f"Written by `experiments/inside_keys.py`. {values['machine']}."]
-    text.append("".join(about[1:]).strip())
-    (out / "inside_keys.md").write_text("\n\n".join([*text, *(sheet.markdown() for sheet in made)]) + "\n")
+    about = explanation(__doc__)
+    write_tables(path.with_suffix(".md"), "Keys inside a site", f"{values['machine']}.", made, about)
     for sheet in made:
         sheet.show(terminal())
 

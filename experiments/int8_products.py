@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 
+import click
 import torch
 import vllm._C  # noqa: F401  registers the kernels
 from running import RESULTS, Sheet, machine, terminal, write_results
@@ -71,8 +72,8 @@ def measure(inputs: int, outputs: int) -> list[dict[str, float]]:
     return found
 
 
+@click.command(help=__doc__)
 def main() -> None:
-    """Measure all shapes and write the table."""
     if not (torch.backends.cpu.get_cpu_capability().startswith("AVX512") and torch.cpu._is_vnni_supported()):
         raise SystemExit("int8_products.py: this CPU has no AVX-512 with VNNI, which 8-bit products need")
     torch.set_num_threads(1)

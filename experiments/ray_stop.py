@@ -19,7 +19,6 @@ Writes experiments/results/ray_stop.json and .md.
 from __future__ import annotations
 
 import json
-import os
 import signal
 import sys
 import tempfile
@@ -30,7 +29,7 @@ from typing import Any
 
 import click
 import psutil
-from running import Sheet, machine, read_record, results_folder, terminal
+from running import Sheet, explanation, machine_with_load, read_record, results_folder, terminal, write_tables
 
 from streamrl.config.cluster import ClusterConfig
 from streamrl.launcher.process_group import STOP_S, ProcessGroup
@@ -151,14 +150,12 @@ def main(counts: str, summary_only: bool) -> None:
     if not summary_only:
         numbers = [int(one) for one in counts.split(",")]
         stops = measure_all(numbers)
-        on = f"{machine()}, load average {os.getloadavg()[1]:.0f}"
+        on = machine_with_load()
         path.write_text(json.dumps({"machine": on, "counts": numbers, "stops": stops}, indent=1) + "\n")
     values = read_record(path, "machine", "counts", "stops")
     made = sheet(values)
-    about = (__doc__ or "").partition("A Ray cluster of")
-    text = ["# Stopping processes on Ray", f"Written by `experiments/ray_stop.py`. {values['machine']}."]
-    text += ["".join(about[1:]).strip(), made.markdown()]
-    (out / "ray_stop.md").write_text("\n\n".join(text) + "\n")
+    about = explanation(__doc__)
+    write_tables(path.with_suffix(".md"), "Stopping processes on Ray", f"{values['machine']}.", [made], about)
     made.show(terminal())
 
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import inspect
 import json
+import os
 import platform
 import shutil
 import subprocess
@@ -304,6 +306,11 @@ class Sheet:
         return "\n".join([f"## {self.title}", "", *head, *body, *(["", *notes] if notes else []), ""])
 
 
+def machine_with_load() -> str:
+    """Return this machine, and how many processes want its cores just now, in words."""
+    return f"{machine()}, load average {os.getloadavg()[0]:.1f}"
+
+
 def terminal() -> Console:
     """Return the terminal; wide enough for the tables where there is none."""
     console = Console()
@@ -382,5 +389,27 @@ def write_results(target: Path, record: dict[str, Any], title: str, sheets: Sequ
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(json.dumps(record, indent=1) + "\n")
-    head = f"# {title}\n\nWritten by `experiments/{Path(sys.argv[0]).name}`. {record['machine']}.\n\n"
-    target.with_suffix(".md").write_text(head + "\n".join(sheet.markdown() for sheet in sheets))
+    write_tables(target.with_suffix(".md"), title, f"{record['machine']}.", sheets)
+
+
+def write_tables(path: Path, title: str, circumstances: str, sheets: Sequence[Sheet], about: str = "") -> None:
+    """Write tables as Markdown, below the name of the script whose command runs.
+
+    Args:
+        path: the file.
+        title: its heading.
+        circumstances: what was measured on which machine, in a line.
+        sheets: the tables.
+        about: what was measured how (`explanation`); '': the tables say it.
+    """
+    study = click.get_current_context().command.callback
+    assert study is not None
+    script = Path(inspect.getfile(study)).resolve().relative_to(ROOT)
+    head = [f"# {title}", f"Written by `{script}`. {circumstances}".rstrip(), about]
+    tables = "\n".join(sheet.markdown() for sheet in sheets)
+    path.write_text("\n\n".join([*filter(None, head), tables]))
+
+
+def explanation(docstring: str | None) -> str:
+    """Return what a study's docstring says below its first sentence and its commands."""
+    return (docstring or "").split("\n\n", 2)[2].strip()

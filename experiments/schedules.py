@@ -30,7 +30,6 @@ from matplotlib.figure import Figure
 from running import (
     HERE,
     OUT_HELP,
-    ROOT,
     Job,
     Outcome,
     Sheet,
@@ -42,6 +41,7 @@ from running import (
     save_plot,
     shown,
     terminal,
+    write_tables,
 )
 
 from streamrl.given_options import given_options
@@ -414,8 +414,7 @@ def main(
     for sheet in sheets:
         sheet.show(console)
     window = f"Steps {study.warmup + 1} to {study.steps - study.drain} of {study.steps}; {study.on}."
-    head = f"# Schedules side by side\n\nWritten by `{Path(__file__).relative_to(ROOT)}`. {window}\n\n"
-    (out / "schedules.md").write_text(head + "\n".join(sheet.markdown() for sheet in sheets))
+    write_tables(kept.with_suffix(".md"), "Schedules side by side", window, sheets)
     draw(study, out / "schedules.svg")
     console.print(f"written to {kept}, .md and .svg beside", highlight=False)
     if failed and not summary_only:

@@ -30,7 +30,7 @@ import numpy as np
 from dispatch_policies import LIMIT, RANKER_NOISE, SHAPES
 from matplotlib.figure import Figure
 from rich.progress import track
-from running import RESULTS, ROOT, Sheet, machine, terminal
+from running import RESULTS, Sheet, machine, terminal, write_tables
 
 from scheduler.cost.decode import QWEN_7B, roofline
 from scheduler.cost.hardware import device
@@ -460,12 +460,11 @@ def main(summary_only: bool) -> None:
     made = sheets(cases, speed)
     for sheet in made:
         sheet.show(console)
-    head = (
-        f"# Which site generates a group\n\nWritten by `{Path(__file__).relative_to(ROOT)}`; simulated, 7B, "
-        f"{BATCH} groups of {SIBLINGS} in a batch, {SEEDS} draws; async: {UNDER_WAY} of {ISSUED} groups under way, one "
-        f"draw. Decision times: {on}.\n\n"
+    circumstances = (
+        f"Simulated, 7B, {BATCH} groups of {SIBLINGS} in a batch, {SEEDS} draws; async: {UNDER_WAY} of {ISSUED} groups "
+        f"under way, one draw. Decision times: {on}."
     )
-    (OUT / "site_dispatch.md").write_text(head + "\n".join(sheet.markdown() for sheet in made))
+    write_tables(OUT / "site_dispatch.md", "Which site generates a group", circumstances, made)
     draw(cases, OUT / "site_dispatch.svg")
     console.print(f"written to {kept}, .md and .svg beside", highlight=False)
 

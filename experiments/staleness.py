@@ -37,6 +37,7 @@ from running import (
     run_all,
     shown,
     terminal,
+    write_tables,
 )
 
 RUN_FILE = ROOT / "examples" / "small_reasoner.yaml"
@@ -247,10 +248,7 @@ def main(
     save(kept, steps, on, runs)
     table = sheet(runs)
     table.show(console)
-    head = (
-        f"# Staleness and learning\n\nWritten by `{Path(__file__).relative_to(ROOT)}`. {steps} steps a run; {on}.\n\n"
-    )
-    (out / "staleness.md").write_text(head + table.markdown())
+    write_tables(kept.with_suffix(".md"), "Staleness and learning", f"{steps} steps a run; {on}.", [table])
     draw(runs, out / "staleness.svg")
     console.print(f"written to {kept}, .md and .svg beside", highlight=False)
 
