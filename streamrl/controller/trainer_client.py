@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from streamrl.errors import RestartNeeded
-from streamrl.protocol.controller_trainer import Estimate, Examine, MicroBatch, Prepare, Train
+from streamrl.protocol.controller_trainer import Estimate, Examine, MicroBatch, Precompute, Train
 from streamrl.protocol.message import TypedMessage, wire
 from streamrl.rollouts.micro_batch_wire import to_wire
 from streamrl.rollouts.train_groups import TrainGroup
@@ -104,9 +104,9 @@ class Trainers:
         """Have every worker examine its share of a micro-batch of a refused step."""
         await self._deal(functools.partial(Examine, reference_given=_given(shares)), shares)
 
-    async def prepare(self, shares: Sequence[list[TrainGroup]]) -> None:
+    async def precompute_reference(self, shares: Sequence[list[TrainGroup]]) -> None:
         """Have every worker compute its share's reference log-probabilities, answered as `reference_logprobs`."""
-        await self._deal(Prepare, shares)
+        await self._deal(Precompute, shares)
 
     async def _deal(self, command: Callable[..., MicroBatch], shares: Sequence[list[TrainGroup]]) -> None:
         if len(shares) != len(self.workers):

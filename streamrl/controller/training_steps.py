@@ -21,7 +21,7 @@ from streamrl.controller.issuer import Issuer
 from streamrl.controller.length_predictor import LengthPredictor, StepLengths
 from streamrl.controller.mismatch_guard import MismatchGuard
 from streamrl.controller.pool_sizes import Scaling
-from streamrl.controller.reference_prefetch import ReferencePrefetch
+from streamrl.controller.reference_precompute import ReferencePrecompute
 from streamrl.controller.refused_steps import RefusedSteps
 from streamrl.controller.replacements import Replacements
 from streamrl.controller.schedule_tuner import FixedSchedule, Setup
@@ -43,7 +43,7 @@ from streamrl.protocol.controller_trainer import (
     MeasureCanary,
     MoveToCores,
     OptimizerStep,
-    PrepareDone,
+    PrecomputeDone,
     Publish,
     PublishDone,
     SaveCheckpoint,
@@ -101,7 +101,7 @@ class TrainingSteps:
     _cores_due: tuple[int, ...] = ()
     """CPU cores that the trainer has yet to move to; (): none."""
     _replacements: Replacements = field(init=False)
-    _prefetch: ReferencePrefetch = field(init=False, default_factory=ReferencePrefetch)
+    _precompute: ReferencePrecompute = field(init=False, default_factory=ReferencePrecompute)
     _learning: asyncio.Task[StepLengths] | None = None
     """Task that learns from the output lengths of the current step; started once the step has all its groups."""
 
@@ -251,8 +251,8 @@ class TrainingSteps:
             await self.trainers.estimate(unknown)
         elif (micro := self.batch.next_micro_batch(*limits)) is not None:
             await self.trainers.train(*micro)
-        elif not self.issuer.schedule.exclusive and (ahead := self._prefetch.next(self.batch, self.pool, *limits)):
-            await self.trainers.prepare(ahead)
+        elif not self.issuer.schedule.exclusive and (ahead := self._precompute.next(self.batch, self.pool, *limits)):
+            await self.trainers.precompute_reference(ahead)
 
     # -- answers
 
@@ -265,8 +265,8 @@ class TrainingSteps:
         first: Answer = answers[0].body
         self.times.trainer.append((answers[0].kind.removesuffix("_done"), first.started, first.finished))
         match first:
-            case PrepareDone():
-                self._prefetch.done([answer.arrays["reference_logprobs"] for answer in answers])
+            case PrecomputeDone():
+                self._precompute.done([answer.arrays["reference_logprobs"] for answer in answers])
             case EstimateDone():
                 self.batch.estimated([answer.arrays["estimates"] for answer in answers])
             case TrainDone():

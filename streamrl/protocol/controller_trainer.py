@@ -1,7 +1,8 @@
 """Messages between the controller and each rank of the trainer.
 
-    controller -> rank   prepare, estimate, train, step, examine, publish, canary, checkpoint, resources, weight_answer
-    rank -> controller   prepare_done, estimate_done, train_done, step_done, examine_done, publish_done, canary_done,
+    controller -> rank   precompute, estimate, train, step, examine, publish, canary, checkpoint, resources,
+                         weight_answer
+    rank -> controller   precompute_done, estimate_done, train_done, step_done, examine_done, publish_done, canary_done,
                          checkpoint_done, resources_done, weight_call
 
 Every rank gets the same commands in the same order, one at a time, except that a `train` may follow a `train` that is
@@ -22,7 +23,7 @@ from streamrl.protocol.message import TypedMessage
 
 
 class MicroBatch(TypedMessage, frozen=True, tag="micro_batch"):
-    """Groups as made by `rollouts.micro_batch_wire.to_wire`; the base of `Prepare`, `Estimate`, `Train` and `Examine`.
+    """Groups as made by `rollouts.micro_batch_wire.to_wire`; base of `Precompute`, `Estimate`, `Train`, `Examine`.
 
     Arrays: prompts int32, completions int32, logprobs float32, reference_logprobs float32 (of tokens with a loss),
     estimates float32 [tokens with a loss, 3] (advantage, return, value), masks uint8 (1: the token has a loss),
@@ -48,8 +49,8 @@ class MicroBatch(TypedMessage, frozen=True, tag="micro_batch"):
     """Whether `experts` includes the group, for each group."""
 
 
-class Prepare(MicroBatch, frozen=True, tag="prepare"):
-    """Compute the frozen reference's log-probabilities of these groups. Answered by `prepare_done`."""
+class Precompute(MicroBatch, frozen=True, tag="precompute"):
+    """Compute the frozen reference's log-probabilities of these groups. Answered by `precompute_done`."""
 
 
 class Estimate(MicroBatch, frozen=True, tag="estimate"):
@@ -132,7 +133,7 @@ class Answer(TypedMessage, frozen=True, tag="answer"):
     finished: float
 
 
-class PrepareDone(Answer, frozen=True, tag="prepare_done"):
+class PrecomputeDone(Answer, frozen=True, tag="precompute_done"):
     """The reference's log-probabilities are computed.
 
     Arrays: reference_logprobs float32 [tokens with a loss of the rank's share].
@@ -222,7 +223,7 @@ class ResourcesDone(Answer, frozen=True, tag="resources_done"):
 
 
 FROM_CONTROLLER = (
-    Prepare,
+    Precompute,
     Estimate,
     Train,
     Examine,
@@ -234,7 +235,7 @@ FROM_CONTROLLER = (
     WeightAnswer,
 )
 FROM_TRAINER = (
-    PrepareDone,
+    PrecomputeDone,
     EstimateDone,
     TrainDone,
     StepDone,

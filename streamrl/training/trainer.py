@@ -5,16 +5,16 @@ Every method is a collective: all ranks must call the same ones in the same orde
 
     accumulate(groups) ... accumulate(groups, is_last=True)  ->  step(step, normalizer)
 
-with `prepare(groups)` at any time in between. Losses are *sums* over tokens; `step` divides the accumulated gradient by
-the whole batch's normalizer. So the gradient does not depend on how the batch was split, on the order in which groups
-arrived, or on the number of ranks. The critic's values are computed in the same pass, as a group's advantages need only
-the group; where they must be those from before the step's first update, or whitened over the batch, `estimate(groups)`
-has computed them before, and they come with the groups (`RunConfig.needs_estimates`).
+with `precompute_reference(groups)` at any time in between. Losses are *sums* over tokens; `step` divides the
+accumulated gradient by the whole batch's normalizer. So the gradient does not depend on how the batch was split, on the
+order in which groups arrived, or on the number of ranks. The critic's values are computed in the same pass, as a
+group's advantages need only the group; where they must be those from before the step's first update, or whitened over
+the batch, `estimate(groups)` has computed them before, and they come with the groups (`RunConfig.needs_estimates`).
 
-The reference's log-probabilities never change, so `prepare` may compute them before the groups are trained. They are
-returned to the caller and come back with the groups; nothing is kept here, so any rank may train what another has
-prepared. The proximal copy changes after every step whose weights are to be published, whenever they are: a version may
-leave late, between two micro-batches of the next step, which must have one proximal policy.
+The reference's log-probabilities never change, so `precompute_reference` may compute them before the groups are
+trained. They are returned to the caller and come back with the groups; nothing is kept here, so any rank may train on
+what another has computed. The proximal copy changes after every step whose weights are to be published, whenever they
+are: a version may leave late, between two micro-batches of the next step, which must have one proximal policy.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ class Trainer:
             self.models.renew_proximal()
 
     @failures_told()
-    def prepare(self, groups: list[TrainGroup]) -> FloatArray:
+    def precompute_reference(self, groups: list[TrainGroup]) -> FloatArray:
         """Return the frozen reference's log-probabilities of the completion tokens, [N], in the groups' order.
 
         They are of the distribution that is sampled from: after temperature and truncation.
@@ -159,7 +159,7 @@ class Trainer:
             ValueError: the algorithm has no reference.
         """
         if self.reference is None:
-            raise ValueError(f"algorithm {self.run.algorithm.name} with kl.coef 0 has no reference to prepare with")
+            raise ValueError(f"algorithm {self.run.algorithm.name} with kl.coef 0 has no reference to compute with")
         found: list[FloatArray] = []
         for batch in self._passes(self.pack(groups)):
             with torch.no_grad():

@@ -43,8 +43,8 @@ from streamrl.protocol.controller_trainer import (
     MeasureCanary,
     MoveToCores,
     OptimizerStep,
-    Prepare,
-    PrepareDone,
+    Precompute,
+    PrecomputeDone,
     Publish,
     PublishDone,
     ResourcesDone,
@@ -240,11 +240,11 @@ class TrainerProcess:
         if self.turns and not self.turns.held:
             await self._return_to_device(self.turns)
         match delivery.body:
-            case Prepare() as order:
-                self.state = "preparing"
+            case Precompute() as order:
+                self.state = "precomputing reference"
                 groups = from_wire(body_of(order), delivery.arrays)
-                arrays = {"reference_logprobs": await self._compute(self.trainer.prepare, groups)}
-                answer = PrepareDone
+                arrays = {"reference_logprobs": await self._compute(self.trainer.precompute_reference, groups)}
+                answer = PrecomputeDone
             case Estimate() as order:
                 self.state = "estimating values"
                 groups = from_wire(body_of(order), delivery.arrays)

@@ -25,7 +25,7 @@ from tests.waiting import scaled, until
 ROLES = ("trainer", "service", "rewards", "operator", "relay", "instance", "agents", "controller", "hub")
 ROLES += ("stranger", "")
 ANSWERS = (
-    "prepare_done estimate_done train_done step_done examine_done publish_done canary_done checkpoint_done "
+    "precompute_done estimate_done train_done step_done examine_done publish_done canary_done checkpoint_done "
     "resources_done"
 )
 SERVICE = "samples parked given_back weights_ready asleep fleet canary_measured"

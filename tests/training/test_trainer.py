@@ -27,7 +27,7 @@ from streamrl.training.received_ahead import ReceivedAhead
 from streamrl.training.trainer import Trainer
 from streamrl.training.truncation import Truncation
 from tests.training.conftest import random_groups, relative_error, run_config, with_masks
-from tests.training.trained import CPU, PPO, accumulated_gradient, full, prepared, weights_of
+from tests.training.trained import CPU, PPO, accumulated_gradient, full, precomputed, weights_of
 
 ALGORITHMS: list[dict[str, Any]] = [
     {"name": "grpo", "kl": {"coef": 0.1}},
@@ -78,8 +78,8 @@ def test_separate_rows_give_the_gradient_of_shared_prompts(tiny_model: Path, one
         batch = {"packing": packing, "micro_batch_tokens": rows}
         trainer = Trainer(run_config(tiny_model, algorithm=PPO, batch=batch), str(tiny_model), CPU)
         assert trainer.packing.kind == packing and trainer.policy.separate == (packing == "separate")
-        reference = trainer.prepare(groups)
-        stats = trainer.accumulate(prepared(groups, reference), is_last=True, reference_given=True)
+        reference = trainer.precompute_reference(groups)
+        stats = trainer.accumulate(precomputed(groups, reference), is_last=True, reference_given=True)
         assert trainer.critic is not None
         gradients = [p.grad for model in (trainer.policy, trainer.critic.model) for p in model.parameters()]
         found.append((reference, stats, torch.cat([gradient.flatten() for gradient in gradients])))
@@ -199,7 +199,7 @@ def test_forward_passes_before_an_optimizer_step_leave_its_bits_as_they_are(
         def between(trainer: Trainer = trainer, passes: bool = passes) -> None:
             if passes:
                 trainer.measure_canary(Canary(tokens[:4], tokens[4:]))
-                trainer.prepare(groups)
+                trainer.precompute_reference(groups)
 
         for step in range(2):
             trainer.accumulate(groups[:2], is_last=False)
@@ -453,7 +453,7 @@ def test_policy_reference_and_proximal_copy_have_the_distribution_that_is_sample
     ]
     trainer = Trainer(run, str(tiny_model), CPU)
     assert trainer.proximal is not None
-    np.testing.assert_allclose(trainer.prepare(groups), drawn.logprobs.numpy(), atol=1e-5)
+    np.testing.assert_allclose(trainer.precompute_reference(groups), drawn.logprobs.numpy(), atol=1e-5)
     stats = trainer.accumulate(groups, is_last=True)
     assert stats.outside == int(drawn.outside.sum())
     assert stats.mismatch_sum / stats.tokens < 1e-5 and abs(stats.kl_sum) < 1e-5

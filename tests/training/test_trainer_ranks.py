@@ -29,16 +29,16 @@ from streamrl.training.trainer import Trainer
 from tests.ports import free_port
 from tests.tiny_model import save_tiny_model
 from tests.training.conftest import random_groups, relative_error, run_config, run_ranks
-from tests.training.trained import CPU, PPO, full, prepared, weights_of
+from tests.training.trained import CPU, PPO, full, precomputed, weights_of
 
 
-def _prepared_by_others(trainer: Trainer, worker: int, shares: Sequence[list[TrainGroup]]) -> list[TrainGroup]:
-    """This worker's share, after each worker has prepared that of the next."""
-    values = trainer.prepare(shares[(worker + 1) % len(shares)])
+def _precomputed_by_others(trainer: Trainer, worker: int, shares: Sequence[list[TrainGroup]]) -> list[TrainGroup]:
+    """This worker's share, after each worker has precomputed that of the next."""
+    values = trainer.precompute_reference(shares[(worker + 1) % len(shares)])
     answers: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(answers, values)
     of_workers = answers[:: len(answers) // len(shares)]
-    return prepared(shares[worker], of_workers[worker - 1]) if shares[worker] else []
+    return precomputed(shares[worker], of_workers[worker - 1]) if shares[worker] else []
 
 
 def _estimated(trainer: Trainer, groups: list[TrainGroup], workers: int, worker: int) -> list[TrainGroup]:
@@ -90,8 +90,8 @@ def _rank(
             groups = _estimated(trainer, groups, workers, worker)
         shares = balance(groups, workers)
         if workers == 2 and step == 1:
-            shares = [groups, []]  # one rank may have nothing to do, the other nothing to prepare
-            trainer.accumulate(_prepared_by_others(trainer, worker, shares), is_last=True, reference_given=True)
+            shares = [groups, []]  # one rank may have nothing to do, the other nothing to precompute
+            trainer.accumulate(_precomputed_by_others(trainer, worker, shares), is_last=True, reference_given=True)
         else:
             with patch.object(dist, "reduce_scatter_single", wraps=dist.reduce_scatter_single) as reduced:
                 first = trainer.accumulate(shares[worker][:1], is_last=False)

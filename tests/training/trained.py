@@ -1,4 +1,4 @@
-"""Gradients and weights of trainers under test, and groups with prepared reference log-probabilities."""
+"""Gradients and weights of trainers under test, and groups with precomputed reference log-probabilities."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def weights_of(learner: Learner[Any] | None) -> list[torch.Tensor]:
 PPO = {"name": "ppo", "critic": {"lr": 1e-3}, "kl": {"coef": 0.2, "placement": "reward", "estimator": "k1"}}
 
 
-def prepared(groups: list[TrainGroup], values: FloatArray) -> list[TrainGroup]:
+def precomputed(groups: list[TrainGroup], values: FloatArray) -> list[TrainGroup]:
     """The groups with these reference log-probabilities, which lie in the groups' order."""
     ends = np.cumsum([s.loss_tokens for group in groups for s in group.sequences])
     assert len(values) == ends[-1]

@@ -1,11 +1,11 @@
-"""Prefetch of the frozen reference's log-probabilities: an idle trainer computes them for waiting groups. Pure: no I/O.
+"""Reference log-probabilities computed ahead: an idle trainer computes them for groups that wait. Pure: no I/O.
 
     sync, one_step_off: complete groups wait in the pool until the last one is complete
     batch advantages:   taken groups wait in the batch for its last reward
 
 The reference never changes, so any rank may compute its log-probabilities at any time. They are returned to the
 controller, kept with the group, and sent with the micro-batch that trains on it. So the trainer keeps no state between
-the two, and other ranks may train on the samples than those that prepared them.
+the two, and other ranks may train on the samples than those that computed them.
 
 A request covers at most a micro-batch, so that the trainer is soon free for training. Only one request is in flight at
 a time, and its result is stored before the next one is chosen, so nothing is computed twice.
@@ -32,8 +32,8 @@ class _PendingSequence(TrainSequence):
 
 
 @dataclass
-class ReferencePrefetch:
-    """The prefetch of reference log-probabilities for groups that wait for training."""
+class ReferencePrecompute:
+    """The reference log-probabilities of groups that wait for training, requested before these are due."""
 
     running: list[list[TrainGroup]] = field(default_factory=list)
     """Share of each rank in the request in flight; empty: no request."""

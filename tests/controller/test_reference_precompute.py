@@ -1,4 +1,4 @@
-"""What an idle trainer prepares: groups that wait, each sample once, and nothing where there is no reference."""
+"""What an idle trainer precomputes: groups that wait, each sample once, and nothing where there is no reference."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from streamrl.controller.group_pool import GroupPool
-from streamrl.controller.reference_prefetch import ReferencePrefetch
+from streamrl.controller.reference_precompute import ReferencePrecompute
 from streamrl.controller.step_batch import StepBatch
 from streamrl.controller.trainer_client import Trainers
 from streamrl.protocol.controller_trainer import Publish, SaveCheckpoint
@@ -48,69 +48,69 @@ def answers(shares: Sequence[list[TrainGroup]]) -> list[FloatArray]:
 
 
 def work_ahead(
-    preparation: ReferencePrefetch, batch: StepBatch, pool: GroupPool, room: int, ranks: int
+    precompute: ReferencePrecompute, batch: StepBatch, pool: GroupPool, room: int, ranks: int
 ) -> list[list[list[str]]]:
-    """All that is prepared until nothing is left: by request and rank, the groups."""
+    """All that is precomputed until nothing is left: by request and rank, the groups."""
     asked = []
-    while (shares := preparation.next(batch, pool, room, ranks)) is not None:
+    while (shares := precompute.next(batch, pool, room, ranks)) is not None:
         assert len(shares) == ranks and len(asked) < 99
         asked.append(names(shares))
-        preparation.done(answers(shares))
+        precompute.done(answers(shares))
     return asked
 
 
-def test_complete_groups_of_the_pool_are_prepared_once_in_the_order_in_which_they_are_due() -> None:
-    pool, batch, preparation = pool_of("abcd"), StepBatch(config(4, **KL), 1), ReferencePrefetch()
+def test_complete_groups_of_the_pool_are_precomputed_once_in_the_order_in_which_they_are_due() -> None:
+    pool, batch, precompute = pool_of("abcd"), StepBatch(config(4, **KL), 1), ReferencePrecompute()
     pool.issue([empty_group("e")], 1)
-    assert preparation.next(batch, pool, ROOM, 1) is None  # nothing is complete
+    assert precompute.next(batch, pool, ROOM, 1) is None  # nothing is complete
     for name in "ecb":
         finish(pool, name, [0.0, 1.0])
-    assert work_ahead(preparation, batch, pool, ROOM, 1) == [[["c", "b", "e"]]]
+    assert work_ahead(precompute, batch, pool, ROOM, 1) == [[["c", "b", "e"]]]
     finish(pool, "a", [1.0, 1.0])  # no signal, but a KL term has a gradient
-    assert work_ahead(preparation, batch, pool, ROOM, 1) == [[["a"]]]
+    assert work_ahead(precompute, batch, pool, ROOM, 1) == [[["a"]]]
 
 
 def test_groups_that_wait_for_the_rewards_of_the_whole_batch_come_first() -> None:
-    pool, batch, preparation = pool_of("abc"), StepBatch(config(2, advantage="batch", **KL), 1), ReferencePrefetch()
+    pool, batch, precompute = pool_of("abc"), StepBatch(config(2, advantage="batch", **KL), 1), ReferencePrecompute()
     finish(pool, "a", [0.0, 1.0])
     batch.take(pool.take())
     finish(pool, "b", [0.0, 1.0])
-    assert work_ahead(preparation, batch, pool, ROOM, 1) == [[["a", "b"]]]
+    assert work_ahead(precompute, batch, pool, ROOM, 1) == [[["a", "b"]]]
     batch.take(pool.take())
     assert batch.full and not batch.held_back
     shares, _ = batch.next_micro_batch(ROOM, 1) or ([], False)
     assert [group.has_reference for group in shares[0]] == [True, True]
 
 
-def test_what_is_being_trained_is_not_prepared() -> None:
-    pool, batch, preparation = pool_of("ab"), StepBatch(config(2, **KL), 1), ReferencePrefetch()
+def test_what_is_being_trained_is_not_precomputed() -> None:
+    pool, batch, precompute = pool_of("ab"), StepBatch(config(2, **KL), 1), ReferencePrecompute()
     finish(pool, "a", [0.0, 1.0])
     batch.take(pool.take())
     assert batch.next_micro_batch(ROOM, 1) is not None
-    assert preparation.next(batch, pool, ROOM, 1) is None
+    assert precompute.next(batch, pool, ROOM, 1) is None
 
 
 @pytest.mark.parametrize("algorithm", [{}, {"advantage": "batch"}, {"kl": {"coef": 0.0}}])
-def test_nothing_is_prepared_without_a_reference(algorithm: dict[str, Any]) -> None:
+def test_nothing_is_precomputed_without_a_reference(algorithm: dict[str, Any]) -> None:
     pool, batch = pool_of("ab"), StepBatch(config(2, **algorithm), 1)
     finish(pool, "a", [0.0, 1.0])
     batch.take(pool.take())
     finish(pool, "b", [0.0, 1.0])
-    assert ReferencePrefetch().next(batch, pool, ROOM, 1) is None
+    assert ReferencePrecompute().next(batch, pool, ROOM, 1) is None
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("room", [9, 14, 40, ROOM])  # the least cuts groups: prompt 3, completions 2 .. 5
-def test_each_sample_is_prepared_once_and_its_values_travel_with_it(ranks: int, room: int) -> None:
-    pool, batch, preparation = pool_of("abcde", 4), StepBatch(config(5, 4, **KL), 1), ReferencePrefetch()
+def test_each_sample_is_precomputed_once_and_its_values_travel_with_it(ranks: int, room: int) -> None:
+    pool, batch, precompute = pool_of("abcde", 4), StepBatch(config(5, 4, **KL), 1), ReferencePrecompute()
     for name in "dbeca":
         finish(pool, name, [0.0, 1.0, 0.5, 0.25])
     groups = pool.waiting
-    prepared = 0
-    while (asked := preparation.next(batch, pool, room, ranks)) is not None:
-        prepared += sum(len(group.sequences) for share in asked for group in share)
-        preparation.done(answers(asked))
-    assert prepared == 5 * 4
+    precomputed = 0
+    while (asked := precompute.next(batch, pool, room, ranks)) is not None:
+        precomputed += sum(len(group.sequences) for share in asked for group in share)
+        precompute.done(answers(asked))
+    assert precomputed == 5 * 4
     for group in groups:
         assert sorted(group.reference_logprobs) == sorted(group.scored)
         for sample_id, values in group.reference_logprobs.items():
@@ -126,26 +126,26 @@ def test_a_request_is_no_larger_than_a_micro_batch() -> None:
     pool, batch = pool_of("abcde", 4), StepBatch(config(5, 4, **KL), 1)
     for name in "abcde":
         finish(pool, name, [0.0] * 4)
-    preparation = ReferencePrefetch()
-    shares = preparation.next(batch, pool, 40, 2)
+    precompute = ReferencePrecompute()
+    shares = precompute.next(batch, pool, 40, 2)
     assert names(shares) == [["a", "b"], ["c", "d"]]
     assert [sum(group.tokens for group in share) for share in shares or []] == [34, 34]
 
 
-def test_samples_without_a_loss_are_not_prepared_and_hold_nothing_up() -> None:
-    pool, batch, preparation = pool_of("ab"), StepBatch(config(2, mask_truncated=True, **KL), 1), ReferencePrefetch()
+def test_samples_without_a_loss_are_not_precomputed_and_hold_nothing_up() -> None:
+    pool, batch, precompute = pool_of("ab"), StepBatch(config(2, mask_truncated=True, **KL), 1), ReferencePrecompute()
     finish(pool, "a", [0.0, 1.0], reason="length")
-    assert preparation.next(batch, pool, ROOM, 1) is None
+    assert precompute.next(batch, pool, ROOM, 1) is None
     finish(pool, "b", [0.0, 1.0])
-    assert work_ahead(preparation, batch, pool, ROOM, 1) == [[["b"]]]
+    assert work_ahead(precompute, batch, pool, ROOM, 1) == [[["b"]]]
 
 
 def test_an_answer_of_another_length_is_refused() -> None:
-    pool, batch, preparation = pool_of("a"), StepBatch(config(1, **KL), 1), ReferencePrefetch()
+    pool, batch, precompute = pool_of("a"), StepBatch(config(1, **KL), 1), ReferencePrecompute()
     finish(pool, "a", [0.0, 1.0])
-    assert preparation.next(batch, pool, ROOM, 1)
+    assert precompute.next(batch, pool, ROOM, 1)
     with pytest.raises(ValueError, match="4 reference log-probabilities for 5 tokens"):
-        preparation.done([np.zeros(4, dtype=np.float32)])
+        precompute.done([np.zeros(4, dtype=np.float32)])
 
 
 def test_shares_are_equal_or_full_and_never_larger() -> None:
@@ -261,19 +261,20 @@ def test_only_a_micro_batch_that_waiting_would_not_make_larger_is_sent_ahead() -
 def test_all_ranks_compute_the_reference_or_none_does() -> None:
     hub = _Hub()
     trainers = Trainers(hub, WaitRegistry("test"), ranks=2, limit_s=60.0)  # type: ignore[arg-type]
-    pool, batch, preparation = pool_of("abc"), StepBatch(config(3, **KL), 1), ReferencePrefetch()
+    pool, batch, precompute = pool_of("abc"), StepBatch(config(3, **KL), 1), ReferencePrecompute()
 
     async def play() -> None:
         for name in "ab":
             finish(pool, name, [0.0, 1.0])
-        shares = preparation.next(batch, pool, ROOM, 2)
+        shares = precompute.next(batch, pool, ROOM, 2)
         assert shares is not None
-        await trainers.prepare(shares)
+        await trainers.precompute_reference(shares)
         assert trainers.busy
         for name, values in zip(reversed(trainers.names), reversed(answers(shares)), strict=True):
-            answer = trainers.answered(Delivery(name, "prepare_done", {}, {"reference_logprobs": values}, lambda: None))
+            arrays = {"reference_logprobs": values}
+            answer = trainers.answered(Delivery(name, "precompute_done", {}, arrays, lambda: None))
         assert answer is not None and not trainers.busy
-        preparation.done([one.arrays["reference_logprobs"] for one in answer])
+        precompute.done([one.arrays["reference_logprobs"] for one in answer])
         finish(pool, "c", [0.0, 1.0])
         groups: list[Group] = [pool.take() for _ in range(3)]
         for group in groups:
@@ -285,7 +286,7 @@ def test_all_ranks_compute_the_reference_or_none_does() -> None:
 
     asyncio.run(play())
     assert [(name, kind) for name, kind, *_ in hub.sent] == [
-        (name, kind) for kind in ("prepare", "train", "train", "train") for name in trainers.names
+        (name, kind) for kind in ("precompute", "train", "train", "train") for name in trainers.names
     ]
     assert [body["reference_given"] for _, kind, body, _ in hub.sent if kind == "train"] == [True] * 4 + [False] * 2
     _, _, body, arrays = hub.sent[2]
