@@ -23,6 +23,7 @@ from streamrl.diagnose.stacks import answer_requests
 from streamrl.errors import RestartNeeded, UserError, cause, is_final, with_limit
 from streamrl.imports import importing
 from streamrl.machine.open_files import raise_open_files
+from streamrl.machine.own_share import core_numbers
 from streamrl.machine.user_folders import settle_caches
 from streamrl.rollouts.plain_text import shown
 from streamrl.run_dir.start_stages import say
@@ -67,7 +68,7 @@ def _pin() -> None:
     try:
         os.sched_setaffinity(0, {int(core) for core in cores.split(",")})
     except (OSError, ValueError, OverflowError) as error:
-        usable = ", ".join(map(str, sorted(os.sched_getaffinity(0))))
+        usable = ", ".join(map(str, sorted(core_numbers())))
         raise UserError(
             f"the cluster file pins this process to the CPU cores {cores}, and that failed: {error}; change `cores` to "
             f"some of those that it may use here ({usable}), or leave it out"
