@@ -187,12 +187,9 @@ def _watch(
             words = culprit.last_words(in_lines=True)
             raise RunFailed(words + _how_to_resume(share, _to_mend(words)))
         if time.monotonic() - shown >= VIEW_S and not output.behind:  # an output that is not read gets no more of it
-            if isinstance(view, LiveView):
-                status = view.refresh()
-                if status is not None and not said and (said := status.farewell):
-                    view.say(said)
-            else:
-                view.refresh()
+            view.refresh()
+            if not said and (said := view.farewell):
+                view.say(said)
             shown = time.monotonic()
         time.sleep(POLL_S)
 

@@ -241,6 +241,8 @@ class LiveView:
         self._unread: set[Path] = set()
         """Files of rows that are not read, as was said once."""
         self._stages = StageReader(run_dir)
+        self._newest: RunStatus | None = None
+        """The status that `refresh` read last."""
         self._live: Live | None = None
         self._job: JobControl | None = None
         self._lines = PlainLines(self._rows(self._steps), self._rows(self._evaluations))
@@ -265,7 +267,13 @@ class LiveView:
 
     def refresh(self) -> RunStatus | None:
         """Show what has changed; return the status read, None before the controller has written one."""
-        return self._show(self._console.size.height)
+        self._newest = self._show(self._console.size.height)
+        return self._newest
+
+    @property
+    def farewell(self) -> str:
+        """What holds up the end of a run that is done, as `refresh` read it last; '': nothing."""
+        return "" if self._newest is None else self._newest.farewell
 
     def _show(self, height: int | None) -> RunStatus | None:
         """Show what has changed, in a picture of at most `height` lines; None: of any, which `Live.stop` draws."""

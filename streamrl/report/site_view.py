@@ -26,6 +26,9 @@ REPEATED_AFTER_S = 30.0
 class SiteView:
     """A site's progress, line by line; use it as a context manager."""
 
+    farewell = ""
+    """What holds up the end of a run that is done: nothing that this site knows."""
+
     def __init__(self, run_dir: Path, console: Console | None = None, clock: Callable[[], float] = time.time) -> None:
         self.run_dir = run_dir
         self._console = console or TextConsole(highlight=False)

@@ -15,13 +15,14 @@ from streamrl.report.live_view import LiveView, PlainLines
 from streamrl.report.panels import render, step_line
 from streamrl.report.run_data import load_run
 from streamrl.report.run_report import build_report
+from streamrl.report.site_view import SiteView
 from streamrl.report.summary import bars, duration, headline_figures, number
 from streamrl.report.terminal import TextConsole
 from streamrl.run_dir.evaluations import EvaluationRow, read_evaluations
 from streamrl.run_dir.jsonl import RowWriter
 from streamrl.run_dir.metrics import MetricsRow, read_metrics
 from streamrl.run_dir.start_stages import READY, Stage, launched_at, say
-from streamrl.run_dir.status import RunStatus, read_status, write_status
+from streamrl.run_dir.status import HEARS_END, RunStatus, read_status, write_status
 from tests.report.synthetic import START, STEP_S, RunMaker, make_evaluation, make_row, make_status
 
 
@@ -426,6 +427,18 @@ def test_a_resumed_run_does_not_tell_old_steps_again_but_tells_redone_ones(make_
         view.refresh()
         (line,) = [line for line in screen.take() if line.startswith("step")]
         assert line.startswith("step 6/20  reward 0.50 (+0.20)")
+
+
+def test_a_view_knows_what_holds_up_the_end_of_its_run_once_it_has_read_it(tmp_path: Path) -> None:
+    screen = Screen(terminal=False)
+    wait = {"owner": "controller", "waiting_for": f"west{HEARS_END}", "since": START, "limit_s": 60.0}
+    with screen.view(tmp_path) as view:
+        view.refresh()
+        assert view.farewell == ""
+        write_status(tmp_path, make_status(2, 2, START + 30, state="done", waits=[wait]))
+        view.refresh()
+        assert view.farewell.startswith("the run is done; waiting up to 60 s for west")
+    assert SiteView.farewell == "", "a site that only generates does not know"
 
 
 def test_a_file_that_cannot_be_read_any_more_ends_no_view(make_run: RunMaker) -> None:
