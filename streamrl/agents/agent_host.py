@@ -16,8 +16,9 @@ from typing import Any
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from streamrl.agents.chat_endpoint import REFUSED_STEP, TRANSPORT, ChatEndpoint, EpisodeWait, OpenSession
+from streamrl.agents.chat_endpoint import REFUSED_STEP, ChatEndpoint
 from streamrl.agents.episode import Episode, EpisodeOrder, EpisodeOutcome, EpisodeRunner, GenerateTurn
+from streamrl.agents.open_session import TRANSPORT, EpisodeWait, OpenSession
 from streamrl.agents.rendering import ChatRenderer, TemplateError
 from streamrl.agents.session import SessionLimits
 from streamrl.config.run import RunConfig

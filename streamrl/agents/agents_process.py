@@ -22,8 +22,8 @@ from typing import Any
 import numpy as np
 
 from streamrl.agents.agent_host import AgentHost
-from streamrl.agents.chat_endpoint import EpisodeWait
 from streamrl.agents.episode import Episode, EpisodeOrder, GeneratedTurn, TurnOrder
+from streamrl.agents.open_session import EpisodeWait
 from streamrl.agents.workers import PROGRAMS, EpisodeWorkers
 from streamrl.machine.model_files import resolve_model, token_rows
 from streamrl.protocol import site_agents

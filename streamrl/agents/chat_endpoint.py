@@ -9,14 +9,11 @@ goes away does not end it, and gets its answer when it calls again.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import math
 import re
 import secrets
-import select
 import time
-from collections.abc import AsyncIterator, Iterator
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator
 from functools import partial
 from typing import Any, Literal
 
@@ -30,6 +27,7 @@ from starlette.types import Receive, Scope, Send
 from streamrl.agents.chat_calls import check_model, check_variables, generate_answer, read_generate
 from streamrl.agents.dialects import DIALECTS, CallBody, Dialect, dialect_of
 from streamrl.agents.episode import POLICY, EpisodeOrder, GenerateTurn
+from streamrl.agents.open_session import OpenSession, hung_up
 from streamrl.agents.rendering import ChatRenderer
 from streamrl.agents.session import BYTES_READ, Session, SessionLimits, TooManyRun
 from streamrl.agents.turns import Call, CallError, Turn
@@ -58,89 +56,12 @@ CUT = "cut by the token limit"
 """Remark of a turn that no later call extends."""
 FROM_BEFORE = "ordered before the episode was run again"
 """Remark of a turn that an agent got once more, because a process had died."""
-TRANSPORT = "transport"
-"""Name of the connection of a request in its `state`, where the server puts it."""
-HUNG_UP = getattr(select, "POLLRDHUP", 0) | select.POLLHUP | select.POLLERR
-"""Events of a connection whose client has closed it; POLLRDHUP, which only Linux has, comes first."""
 UNSEEN = "not trained: its client went away before the answer, and no call asked for it again"
 """Remark of a turn that no agent knows."""
 LATE = "not trained: its answer came after the agent had ended"
 """Remark of a turn without which the reward was fixed."""
 ABORTED = "aborted: the episode ended before the answer"
 """Remark of a turn that was still being generated at the end of its episode."""
-
-
-@dataclass(frozen=True)
-class EpisodeWait:
-    """What an open episode waits for."""
-
-    order: EpisodeOrder
-    kind: Literal["model", "tool", "agent"]
-    """'model': a turn is being generated; 'tool': the last answer called tools; 'agent': anything else."""
-    name: str
-    """The turn's id, or the tools that the last answer called; empty: it is not known."""
-    since: float
-    """Unix seconds."""
-
-
-@dataclass
-class OpenSession:
-    """A session whose episode runs."""
-
-    id: str
-    session: Session
-    opened: float
-    """Unix seconds."""
-    steps: list[EpisodeStep] = field(default_factory=list)
-    tasks: dict[Turn, asyncio.Task[None]] = field(default_factory=dict)
-    """What generates the turns, or has generated them."""
-    clients: dict[Turn, list[Request]] = field(default_factory=dict)
-    """Calls that wait for a turn at this moment."""
-    calls: int = 0
-    said: set[str] = field(default_factory=set)
-    """Parameters of which a step says already that they are ignored."""
-    unshown: set[str] = field(default_factory=set)
-    """Fields of messages of which a step says already that the model is not shown them."""
-    _zero: float = field(default_factory=lambda: time.time() - time.monotonic())
-    """Unix seconds at which `time.monotonic` was 0."""
-
-    def now(self) -> float:
-        """Return unix seconds by a clock that nobody sets meanwhile, so that it tells what came first."""
-        return self.at(time.monotonic())
-
-    def at(self, monotonic: float) -> float:
-        """Return what `now` said, in this process, when `time.monotonic` said something in any of this machine."""
-        return self._zero + monotonic
-
-    @contextlib.contextmanager
-    def client(self, turn: Turn, request: Request) -> Iterator[None]:
-        """Count a client that waits for a turn inside."""
-        waiting = self.clients.setdefault(turn, [])
-        waiting.append(request)
-        turn.clients = len(waiting)
-        try:
-            yield
-        finally:
-            waiting.remove(request)
-            turn.clients = len(waiting)
-
-    def count_clients(self) -> None:
-        """Leave out of the clients of all turns those that have gone, also if the event loop has not noticed it yet."""
-        for turn, waiting in self.clients.items():
-            turn.clients = sum(not _hung_up(request) for request in waiting)
-
-    def wait(self) -> EpisodeWait:
-        """Return what the episode waits for."""
-        order = self.session.order
-        if running := [turn for turn, task in self.tasks.items() if not task.done()]:
-            oldest = min(running, key=lambda turn: turn.started)
-            return EpisodeWait(order, "model", oldest.order.turn_id, oldest.started)
-        done = [turn for turn in self.session.turns if turn.finished is not None]
-        if not done:
-            return EpisodeWait(order, "agent", "", self.opened)
-        last = max(done, key=lambda turn: turn.finished or 0.0)
-        tools = [call["function"]["name"] for call in last.answer.get("tool_calls", ())]
-        return EpisodeWait(order, "tool" if tools else "agent", ", ".join(tools), last.finished or 0.0)
 
 
 class ChatEndpoint:
@@ -374,7 +295,7 @@ class ChatEndpoint:
         try:
             with session.client(turn, request):
                 await asyncio.wait([finished, gone], return_when=asyncio.FIRST_COMPLETED)
-            if gone.done() or _hung_up(request):
+            if gone.done() or hung_up(request):
                 return False
             finished.result()
             turn.deliver(session.now())
@@ -463,18 +384,6 @@ def _most_bytes(session: OpenSession) -> int:
 
 def _episode_over() -> CallError:
     return CallError(503, "episode_over", "the episode has ended")
-
-
-def _hung_up(request: Request) -> bool:
-    """Whether a client has closed its connection, which the system knows before the event loop reads it."""
-    transport = request.scope.get("state", {}).get(TRANSPORT)
-    if transport is None:
-        return False
-    if transport.is_closing():
-        return True
-    connection = select.poll()
-    connection.register(transport.get_extra_info("socket").fileno(), HUNG_UP)
-    return bool(connection.poll(0))
 
 
 async def _gone(request: Request) -> None:

@@ -15,8 +15,8 @@ import openai
 import pytest
 
 from streamrl.agents.agent_host import ALL_REFUSED, NO_CALLS, AgentHost
-from streamrl.agents.chat_endpoint import EpisodeWait, OpenSession
 from streamrl.agents.episode import Episode, EpisodeOrder, EpisodeOutcome, GeneratedTurn, TurnOrder
+from streamrl.agents.open_session import EpisodeWait, OpenSession
 from streamrl.agents.session import SessionLimits
 from streamrl.config.run import RunConfig
 from streamrl.errors import UserError

@@ -17,8 +17,9 @@ import numpy as np
 import pytest
 
 from streamrl.agents.agent_host import NO_ANSWERS, AgentHost
-from streamrl.agents.chat_endpoint import TRANSPORT, UNSEEN, ChatEndpoint, OpenSession
+from streamrl.agents.chat_endpoint import UNSEEN, ChatEndpoint
 from streamrl.agents.episode import Episode, GeneratedTurn
+from streamrl.agents.open_session import TRANSPORT, OpenSession
 from streamrl.rollouts.void import Void, VoidCause
 from tests.agents.test_agent_host import ORDER, TOKENIZER, USER, Model, call, hosting, over_http, until
 from tests.agents.test_session import MORE, answered, lose, session
