@@ -14,7 +14,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from streamrl.chaos.faults import ENDS_RUN, OF_INSTANCES, OF_LINKS, REPLACED_BY_OWNER, Fault, FaultKind
-from streamrl.run_dir.status import RemoteSite, RoleStatus
+from streamrl.run_dir.remote_site import RemoteSite
+from streamrl.run_dir.status import RoleStatus
 
 NOT_SERVING = frozenset({"dead", "starting", "stale", "draining", "gone"})
 """States of an instance that takes no requests (`generation/site/instance_life.py`)."""

@@ -17,7 +17,7 @@ from streamrl.controller.evaluation_runner import Evaluator
 from streamrl.controller.site_services import Services
 from streamrl.controller.site_trust import SiteTrust
 from streamrl.controller.training_steps import TrainingSteps
-from streamrl.run_dir.status import ABSENT_AFTER_S
+from streamrl.run_dir.remote_site import ABSENT_AFTER_S
 
 log = logging.getLogger(__name__)
 

@@ -37,7 +37,7 @@ class SiteHeartbeats:
         return time.monotonic() - self._left_at[name] if name in self._left_at else 0.0
 
     def remote(self) -> dict[str, dict[str, Any]]:
-        """Return the state of each site behind a link that has come (`run_dir/status.py` RemoteSite)."""
+        """Return the state of each site behind a link that has come (`run_dir/remote_site.py` RemoteSite)."""
         found: dict[str, dict[str, Any]] = {}
         for name, site in self._sites.items():
             peer = self._hub.peers.get(name)

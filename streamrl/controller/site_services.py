@@ -38,7 +38,7 @@ from streamrl.protocol.controller_trainer import PublishDone
 from streamrl.protocol.message import TypedMessage, wire
 from streamrl.protocol.samples import fleet_from_wire, groups_to_wire
 from streamrl.rollouts.types import Group
-from streamrl.run_dir.status import ABSENT_AFTER_S
+from streamrl.run_dir.remote_site import ABSENT_AFTER_S
 from streamrl.runtime.device_turns import instance_start_s
 from streamrl.transport.deadlines import WaitRegistry, never
 from streamrl.transport.endpoint import Hub

@@ -24,8 +24,9 @@ from streamrl.rollouts.types import Group
 from streamrl.run_dir import layout
 from streamrl.run_dir.jsonl import RowWriter, iter_rows
 from streamrl.run_dir.metrics import MetricsRow
+from streamrl.run_dir.remote_site import ABSENT_AFTER_S
 from streamrl.run_dir.start_stages import launched_at
-from streamrl.run_dir.status import ABSENT_AFTER_S, read_status, touch_status, write_status
+from streamrl.run_dir.status import read_status, touch_status, write_status
 from streamrl.run_dir.trace import TraceWriter
 from streamrl.runtime.process_context import RoleContext
 from streamrl.runtime.process_plan import rank_name

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import cache, cached_property
 from typing import Literal
 
-from streamrl.run_dir.status import obstacle
+from streamrl.run_dir.remote_site import obstacle
 
 Loop = Literal["answers", "blocked", "none", "unknown"]
 Alive = Literal["running", "sleeping", "disk-sleep", "stopped", "traced", "zombie", "gone", "unknown"]

@@ -41,7 +41,7 @@ from streamrl.diagnose.facts import (
     age_of,
     is_silent,
 )
-from streamrl.run_dir.status import obstacle
+from streamrl.run_dir.remote_site import obstacle
 
 HealthState = Literal["healthy", "slow", "stuck", "ended", "starting"]
 PUBLISHER_WAIT = "the publisher "

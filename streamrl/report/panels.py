@@ -18,8 +18,9 @@ from streamrl.report.summary import bars, duration, fixed, number, percent, void
 from streamrl.report.terminal import plain_table
 from streamrl.run_dir.evaluations import EvaluationRow, evaluation_line
 from streamrl.run_dir.metrics import MetricsRow
+from streamrl.run_dir.remote_site import obstacle
 from streamrl.run_dir.start_stages import Stage
-from streamrl.run_dir.status import SINCE, RunStatus, obstacle
+from streamrl.run_dir.status import SINCE, RunStatus
 
 SHOWN_STEPS = 6
 """Newest steps in the table."""

@@ -13,9 +13,10 @@ from streamrl.report.start_lines import StartLines
 from streamrl.report.summary import duration
 from streamrl.report.terminal import TextConsole
 from streamrl.run_dir import layout
+from streamrl.run_dir.remote_site import obstacle
 from streamrl.run_dir.site_status import SiteStatus, read_site
 from streamrl.run_dir.start_stages import StageReader
-from streamrl.run_dir.status import STALE_AFTER_S, obstacle
+from streamrl.run_dir.status import STALE_AFTER_S
 
 WAITS_S = 60.0
 """Most seconds between two lines while nothing starts: a site may wait hours for the trainer's site."""

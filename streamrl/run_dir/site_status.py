@@ -15,7 +15,8 @@ from streamrl.atomic_files import overwrite, replace_json
 from streamrl.plain_files import read_plain
 from streamrl.run_dir import layout
 from streamrl.run_dir.jsonl import finite
-from streamrl.run_dir.status import ABSENT_AFTER_S, StatusModel
+from streamrl.run_dir.remote_site import ABSENT_AFTER_S
+from streamrl.run_dir.status_model import StatusModel
 
 STARTING = "starting"
 """State of a site whose service does not serve yet."""

@@ -15,7 +15,8 @@ from streamrl.chaos.faults import OF_AGENT_WORKERS, REPLACED_BY_OWNER, Fault, Fa
 from streamrl.chaos.follow import Following, Observation, SeenProcess
 from streamrl.chaos.inject import Injected
 from streamrl.chaos.observation import TELLING
-from streamrl.run_dir.status import RemoteSite, RoleStatus
+from streamrl.run_dir.remote_site import RemoteSite
+from streamrl.run_dir.status import RoleStatus
 
 PROCESSES = {
     "controller": SeenProcess(1, "controller", ""),

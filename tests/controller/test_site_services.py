@@ -28,7 +28,7 @@ from streamrl.protocol.controller_site import InstanceState, Use, WeightsReady
 from streamrl.protocol.controller_trainer import PublishDone
 from streamrl.protocol.samples import fleet_from_wire, fleet_to_wire
 from streamrl.rollouts.types import Group
-from streamrl.run_dir.status import RemoteSite
+from streamrl.run_dir.remote_site import RemoteSite
 from streamrl.transport.deadlines import DeadlineExpired, WaitRegistry
 from tests.waiting import scaled
 

@@ -28,7 +28,7 @@ from streamrl.diagnose.facts import (
 )
 from streamrl.diagnose.snapshot import collect
 from streamrl.diagnose.stuck import judge, targets
-from streamrl.run_dir import status
+from streamrl.run_dir import remote_site, status
 from streamrl.run_dir.site_status import starting, write_site
 from tests.report.synthetic import RunMaker, make_status
 
@@ -616,7 +616,7 @@ def test_threads_that_wait_for_work_are_left_out() -> None:
 
 
 def test_the_bounds_are_those_of_the_status_file() -> None:
-    assert SILENT_AFTER_S == status.STALE_AFTER_S == status.ABSENT_AFTER_S
+    assert SILENT_AFTER_S == status.STALE_AFTER_S == remote_site.ABSENT_AFTER_S
     assert FINAL == status.FINAL_STATES
 
 
