@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from streamrl.controller.arrivals import arrived
+from streamrl.controller.arrivals import read_arrivals
 from streamrl.controller.trainer_client import Trainers
 from streamrl.generation.site.sample_batches import CompressionChoice, SampleBatcher, unpack_samples
 from streamrl.generation.site.uplink import Uplink
@@ -269,7 +269,7 @@ class Control:
         return due
 
     def _commit(self, deliveries: Sequence[Delivery]) -> None:
-        found, refused = arrived(deliveries, lambda peer, sample_id, is_agent: None)
+        found, refused = read_arrivals(deliveries, lambda peer, sample_id, is_agent: None)
         if refused:
             raise AssertionError(f"samples were refused: {refused[0].why}")
         arrivals = [(one.sample, one.content) for one in found]

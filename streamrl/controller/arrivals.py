@@ -51,7 +51,7 @@ def read_sample(body: dict[str, Any], arrays: Arrays) -> Sample:
     return sample_from_wire(Sample, msgspec.structs.asdict(parse(FinishedSample, body)), arrays)
 
 
-def arrived(deliveries: Iterable[Delivery], wrong_with: WrongWith) -> tuple[list[Arrival], list[RefusedArrival]]:
+def read_arrivals(deliveries: Iterable[Delivery], wrong_with: WrongWith) -> tuple[list[Arrival], list[RefusedArrival]]:
     """Return all samples of some messages, each once by sender, and what is refused.
 
     Args:

@@ -160,8 +160,12 @@ class Controller:
             RestartNeeded: a process that the run cannot do without hangs or is gone; a restart from the newest
                 checkpoint can recover.
         """
-        told = self.telemetry
-        works = told.keep_writing(), told.keep_measuring(), told.disk.keep_looking(lambda: told.step)
+        telemetry = self.telemetry
+        works = (
+            telemetry.keep_writing(),
+            telemetry.keep_measuring(),
+            telemetry.disk.keep_looking(lambda: telemetry.step),
+        )
         beside = [self.hub.beside(work) for work in works]
         try:
             await self._start()
@@ -358,8 +362,8 @@ class Controller:
             if isinstance(delivery.body, GivenBack):
                 await self._handle(delivery)
         samples = [delivery for delivery in deliveries if isinstance(delivery.body, SampleBatch)]
-        await self.intake.samples(samples, newest=self.training.step)
-        self.intake.rewards([delivery for delivery in deliveries if isinstance(delivery.body, ScoreAnswer)])
+        await self.intake.commit_samples(samples, newest=self.training.step)
+        self.intake.commit_rewards([delivery for delivery in deliveries if isinstance(delivery.body, ScoreAnswer)])
         for delivery in deliveries:
             if not isinstance(delivery.body, GivenBack | SampleBatch | ScoreAnswer):
                 await self._handle(delivery)

@@ -17,7 +17,7 @@ from streamrl.transport.endpoint import Hub
 
 
 @dataclass(frozen=True)
-class JudgedSample:
+class SampleReward:
     """A sample's reward, as a verifier or an agent gave it."""
 
     sample_id: str

@@ -15,14 +15,14 @@ from dataclasses import dataclass
 
 import msgspec
 
-from streamrl.controller.arrivals import Arrival, arrived
+from streamrl.controller.arrivals import Arrival, read_arrivals
 from streamrl.controller.evaluation_runner import Evaluator
 from streamrl.controller.group_pool import GroupPool
 from streamrl.controller.group_source import group_of
 from streamrl.controller.kept_samples import KeptSample
 from streamrl.controller.live_rounds import NoRounds
 from streamrl.controller.pool_sizes import Scaling
-from streamrl.controller.reward_client import JudgedSample, Rewarders
+from streamrl.controller.reward_client import Rewarders, SampleReward
 from streamrl.controller.site_claims import SiteClaims
 from streamrl.controller.site_limits import past_part
 from streamrl.controller.site_services import Services
@@ -68,7 +68,7 @@ class SampleIntake:
     complete: Callable[[Group], None]
     """Called with each group that has all of its rewards."""
 
-    async def samples(self, deliveries: Sequence[Delivery], newest: int) -> None:
+    async def commit_samples(self, deliveries: Sequence[Delivery], newest: int) -> None:
         """Commit finished samples, acknowledge them and request their rewards; have unusable ones generated again.
 
         What sites send that are not used any more is acknowledged unread.
@@ -78,15 +78,15 @@ class SampleIntake:
             newest: the newest version that exists.
 
         Raises:
-            RunFailed: as `rewards`.
+            RunFailed: as `commit_rewards`.
         """
-        usable = await self._usable(deliveries, newest)
+        usable = await self._refuse_unusable(deliveries, newest)
         contents = [(one.sample, one.content) for one in usable if not self.evaluator.awaits(one.sample.sample_id)]
         new = self.ledger.finish(contents) if contents else set()
         for delivery in deliveries:
             delivery.ack()
         now = time.time()
-        judged: list[JudgedSample] = []
+        rewards: list[SampleReward] = []
         for peer, sample in ((one.peer, one.sample) for one in usable):
             if self.evaluator.generates(sample.sample_id):
                 group = self.evaluator.received(sample)
@@ -99,20 +99,20 @@ class SampleIntake:
             self.services.finished(sample.sample_id, group.group_id, sample.output_length)
             self.scaling.sample_came(sample, now)
             self._generated(sample.instance, sample.last_began, sample.t_finished, now)
-            judged += self._judge(group, sample)
+            rewards += self._request_reward(group, sample)
         if usable:
             self.waits.end("samples")
-        self._record(judged)
+        self._record(rewards)
 
-    async def _usable(self, deliveries: Sequence[Delivery], newest: int) -> list[Arrival]:
-        """Return the samples that can be used, and refuse the others (`_refuse`); arguments as for `samples`."""
+    async def _refuse_unusable(self, deliveries: Sequence[Delivery], newest: int) -> list[Arrival]:
+        """Refuse the samples that cannot be used, and return the others; arguments as for `commit_samples`."""
         used = []
         for delivery in deliveries:
             if delivery.peer in self.services.excluded:
                 self.refusals.count("not its own", delivery.peer, "samples: its site is not used any more")
             else:
                 used.append(delivery)
-        read, refused = arrived(used, self.claims.wrong_with_claim)
+        read, refused = read_arrivals(used, self.claims.wrong_with_claim)
         # what is refused may become void, or another site's, so everything else is judged only then
         await self._refuse([(one.peer, one.sample_id, one.why) for one in refused])
         usable: list[Arrival] = []
@@ -146,23 +146,23 @@ class SampleIntake:
         """Take samples that were kept over a resume, of groups that have just been issued, as if they had arrived.
 
         Raises:
-            RunFailed: as `rewards`.
+            RunFailed: as `commit_rewards`.
         """
         self.ledger.finish(kept)
         now = time.time()
-        judged: list[JudgedSample] = []
+        rewards: list[SampleReward] = []
         for sample, _ in kept:
             group = self._received(sample, now)
             group.kept += 1
-            judged += self._judge(group, sample)
-        self._record(judged)
+            rewards += self._request_reward(group, sample)
+        self._record(rewards)
 
-    def _judge(self, group: Group, sample: Sample) -> list[JudgedSample]:
+    def _request_reward(self, group: Group, sample: Sample) -> list[SampleReward]:
         """Request a sample's reward; return that of an episode, which its agent has said."""
         if (trajectory := sample.trajectory) is None:
             self.rewarders.ask(group, sample.sample_id, sample.text)
             return []
-        return [JudgedSample(sample.sample_id, trajectory.reward, trajectory.void, trajectory.void_traceback)]
+        return [SampleReward(sample.sample_id, trajectory.reward, trajectory.void, trajectory.void_traceback)]
 
     async def _refuse(self, wrong: Sequence[tuple[str, str | None, str]]) -> None:
         """Refuse samples, as (service, sample, why); those that the service's site owes are generated again.
@@ -183,7 +183,7 @@ class SampleIntake:
         """Let a sample that no site can generate be void; `peer` is the service that tried last.
 
         Raises:
-            RunFailed: as `rewards`.
+            RunFailed: as `commit_rewards`.
         """
         now, evaluated = time.time(), self.evaluator.generates(sample_id)
         group = self.evaluator.group_of(sample_id) if evaluated else self.pool.groups[group_of(sample_id)]
@@ -195,7 +195,7 @@ class SampleIntake:
             self.ledger.finish([(sample, pack_content(msgspec.to_builtins(body), arrays))])
             self._received(sample, now)
         self.services.finished(sample_id, group.group_id, 0)
-        self._record([JudgedSample(sample_id, None, void)])
+        self._record([SampleReward(sample_id, None, void)])
 
     def _received(self, sample: Sample, now: float) -> Group:
         """Record a finished sample that will be trained on; return its group."""
@@ -206,35 +206,35 @@ class SampleIntake:
         self.rounds.finished(group.group_id)
         return group
 
-    def rewards(self, deliveries: Sequence[Delivery]) -> None:
+    def commit_rewards(self, deliveries: Sequence[Delivery]) -> None:
         """Record the answers of the rewards processes.
 
         Raises:
             RunFailed: too many rewards of samples to train on are void.
         """
-        judged = []
+        rewards = []
         for delivery in deliveries:
             answer: ScoreAnswer = delivery.body
             if self.rewarders.answered(delivery.peer, answer.sample_id):
-                judged.append(JudgedSample(answer.sample_id, answer.reward, answer.void, answer.traceback))
+                rewards.append(SampleReward(answer.sample_id, answer.reward, answer.void, answer.traceback))
             else:
                 self.refusals.count("not its own", delivery.peer, f"the reward of sample {answer.sample_id!r:.99}")
         try:
-            self._record(judged)
+            self._record(rewards)
         finally:
             for delivery in deliveries:
                 delivery.ack()
 
-    def _record(self, judged: Sequence[JudgedSample]) -> None:
+    def _record(self, rewards: Sequence[SampleReward]) -> None:
         """Record rewards, also void ones, in one transaction.
 
         Raises:
-            RunFailed: as `rewards`.
+            RunFailed: as `commit_rewards`.
         """
         now = time.time()
         scored: list[Scored] = []
         problems = []
-        for one in judged:
+        for one in rewards:
             if self.evaluator.awaits(one.sample_id):
                 self.evaluator.scored(one.sample_id, one.reward, now)  # its row counts void ones
                 self.waits.end("rewards")

@@ -339,7 +339,7 @@ def environment_s_per_sample(batch: StepBatch) -> float:
     """Return the seconds for which environments stepped, mean over a step's samples; 0: there is no environment."""
     members = [member for group in batch.groups.values() for member in group.survivors()]
     trajectories = (member.sample.trajectory for member in members)
-    time = environment_time(told.steps for told in trajectories if told is not None)
+    time = environment_time(one.steps for one in trajectories if one is not None)
     return time.stepped_s / len(members) if time is not None else 0.0
 
 

@@ -112,7 +112,7 @@ class SampleLimits:
             return f"is no sample of group {sample.group_id!r:.99}"
         if sample.finish_reason not in ("stop", "length") or not all(map(is_unix_time, times)):
             return "has an unknown end, or a time that is none"
-        if (wrong := self._wrong_with_length(sample) or _wrong_with_told(sample)) is not None:
+        if (wrong := self._wrong_with_length(sample) or _wrong_with_trajectory(sample)) is not None:
             return wrong
         if not 0 <= sample.accepted_tokens <= sample.drafted_tokens <= MOST_DRAFTED:
             return f"says that {sample.accepted_tokens} of {sample.drafted_tokens} drafted tokens were accepted"
@@ -272,23 +272,23 @@ def _can_generate(one: SimulatedInstance) -> bool:
     return isinstance(one.slots, int) and 0 < one.slots < MOST_SLOTS and can_work(one.curve)
 
 
-def _wrong_with_told(sample: Sample) -> str | None:
+def _wrong_with_trajectory(sample: Sample) -> str | None:
     """Return what makes unusable what an episode tells of itself, or None."""
-    told = sample.trajectory
-    if told is None:
+    trajectory = sample.trajectory
+    if trajectory is None:
         return None
-    if len(told.steps) > MOST_STEPS or len(told.rows) > MOST_ROWS or told.told_bytes > MOST_TOLD:
-        return f"tells {len(told.steps)} steps of {len(told.rows)} rows in {told.told_bytes} bytes"
-    if wrong := _wrong_with_numbers(told):
+    if len(trajectory.steps) > MOST_STEPS or len(trajectory.rows) > MOST_ROWS or trajectory.told_bytes > MOST_TOLD:
+        return f"tells {len(trajectory.steps)} steps of {len(trajectory.rows)} rows in {trajectory.told_bytes} bytes"
+    if wrong := _wrong_with_numbers(trajectory):
         return wrong
-    if not all(is_unix_time(time) for step in told.steps for time in (step.started, step.finished)):
+    if not all(is_unix_time(time) for step in trajectory.steps for time in (step.started, step.finished)):
         return "has a step at a time that is none"
     return None
 
 
-def _wrong_with_numbers(told: Trajectory) -> str | None:
+def _wrong_with_numbers(trajectory: Trajectory) -> str | None:
     """Return which numbers of an episode are too many, or have too long names, or None."""
-    longest = max(map(len, told.metrics), default=0)
-    if len(told.metrics) > MOST_METRICS or longest > MOST_NAME:
-        return f"has {len(told.metrics)} numbers beside its reward, the longest name with {longest} characters"
+    longest = max(map(len, trajectory.metrics), default=0)
+    if len(trajectory.metrics) > MOST_METRICS or longest > MOST_NAME:
+        return f"has {len(trajectory.metrics)} numbers beside its reward, the longest name with {longest} characters"
     return None

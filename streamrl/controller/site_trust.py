@@ -73,12 +73,14 @@ def open_work(
 
 def empty_sample(sample_id: str, group: Group, site: str, void: Void, now: float) -> Sample:
     """Return a sample without tokens, in place of one that no site could generate; the last try was `site`'s."""
-    told = None
+    trajectory = None
     if group.agent:
-        told = Trajectory(rows=[], reward=None, void_cause=void.cause, void_text=void.text, messages=[], steps=[])
+        trajectory = Trajectory(rows=[], reward=None, void_cause=void.cause, void_text=void.text, messages=[], steps=[])
     nothing = np.empty(0, np.int32)
     arrays = nothing, nothing.astype(np.float32), nothing
-    return Sample(sample_id, group.group_id, *arrays, "length", site, "", "", "", now, now, now, now, trajectory=told)
+    return Sample(
+        sample_id, group.group_id, *arrays, "length", site, "", "", "", now, now, now, now, trajectory=trajectory
+    )
 
 
 class SiteTrust:

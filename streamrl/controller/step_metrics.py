@@ -260,8 +260,8 @@ def _episodes(groups: Iterable[Group]) -> Iterator[list[EpisodeStep]]:
     """Yield what each episode of the groups did."""
     for group in groups:
         for member in group.survivors():
-            if (told := member.sample.trajectory) is not None:
-                yield told.steps
+            if (trajectory := member.sample.trajectory) is not None:
+                yield trajectory.steps
 
 
 def _agent_metrics(groups: Iterable[Group]) -> dict[str, dict[str, float | None]]:
@@ -269,9 +269,9 @@ def _agent_metrics(groups: Iterable[Group]) -> dict[str, dict[str, float | None]
     found: dict[str, dict[str, list[float]]] = {}
     for group in groups:
         for member in group.survivors():
-            if (told := member.sample.trajectory) is None:
+            if (trajectory := member.sample.trajectory) is None:
                 continue
-            for name, value in told.metrics.items():
+            for name, value in trajectory.metrics.items():
                 found.setdefault(group.task, {}).setdefault(name, []).append(value)
     return {
         task: {name: float(np.mean(found[task][name])) for name in sorted(found[task])[:MOST_METRICS]}

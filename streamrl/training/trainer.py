@@ -272,11 +272,11 @@ class Trainer:
             entropy if bonus else None,
         )
         sums |= objective.sums | {"entropy_sum": entropy.detach().sum(), "outside": output.outside.sum()}
-        told = EarlyCopy(torch.stack([value.double() for value in sums.values()]))  # one transfer for all
+        copied = EarlyCopy(torch.stack([value.double() for value in sums.values()]))  # one transfer for all
         self.learner.backward(objective.loss_sum if work else objective.loss_sum * 0.0, is_last)
         if work is None:
             return MicroStats()
-        values = told.arrived()
+        values = copied.arrived()
         if not all(math.isfinite(value) for name, value in zip(sums, values, strict=True) if name in LOSSES):
             self._bad_losses.append(f"micro-batch {self._micro_batches}")
         return MicroStats(

@@ -34,6 +34,6 @@ def test_the_time_to_a_reward_counts_from_the_end_of_a_sample_of_this_run(
     parts["evaluator"].awaits.return_value = False
     parts["void_watch"].record.return_value = None
     answer = SimpleNamespace(peer="r", body=ScoreAnswer("g.0", 1.0, 0.1), ack=lambda: None)
-    SampleIntake(**parts).rewards(cast(list[Delivery], [answer]))
+    SampleIntake(**parts).commit_rewards(cast(list[Delivery], [answer]))
     parts["complete"].assert_called_once_with(group)
     assert parts["times"].rewarding == ([] if kept else [(sample.t_finished, 11.5)])

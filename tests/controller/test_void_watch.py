@@ -140,7 +140,7 @@ def test_what_an_agent_raised_is_told_as_what_a_reward_function_raised() -> None
     values, tokens = sample_to_wire(replace(sample, trajectory=told))
     body, arrays = pack_samples([(body_of(FinishedSample(**values)), tokens)])
     delivery = SimpleNamespace(peer="service-here", body=SampleBatch(**body), arrays=arrays, ack=lambda: None)
-    asyncio.run(SampleIntake(**parts).samples(cast(list[Delivery], [delivery]), newest=3))
+    asyncio.run(SampleIntake(**parts).commit_samples(cast(list[Delivery], [delivery]), newest=3))
     parts["pool"].score.assert_called_once_with("g.0", None, RAISED)
     parts["void_watch"].record.assert_called_once_with("mine", "g", RAISED, TRACE)
 
@@ -153,6 +153,6 @@ def test_void_rewards_of_an_evaluation_end_no_run() -> None:
     parts["waits"] = WaitRegistry("controller")
     answers = [ScoreAnswer(f"e-{n}", None, 0.1, VoidCause.TIMEOUT, "timed out") for n in range(200)]
     deliveries = [SimpleNamespace(peer="r", body=one, ack=lambda: done.append(1)) for one in answers]
-    SampleIntake(**parts).rewards(cast(list[Delivery], deliveries))
+    SampleIntake(**parts).commit_rewards(cast(list[Delivery], deliveries))
     assert len(scored) == len(done) == 200
     assert play(watched, [LATE] * (FEWEST - 1)) is None  # it has counted none so far

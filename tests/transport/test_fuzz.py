@@ -162,7 +162,7 @@ def read_batch(frames: Frames) -> None:
         assert isinstance(body, dict) and arrays.keys() == TOKEN_ARRAYS.keys()
         assert all(array.ndim == 1 and array.dtype == TOKEN_ARRAYS[name] for name, array in arrays.items())
     batch = Delivery("service-west", found.kind, parse(SampleBatch, found.body), found.arrays, lambda: None)
-    read, refused = arrivals.arrived([batch], lambda *about: None)
+    read, refused = arrivals.read_arrivals([batch], lambda *about: None)
     for one in read:
         kept = arrivals.read_sample(*unpack_content(one.content))
         assert all(getattr(kept, name).tobytes() == getattr(one.sample, name).tobytes() for name in TOKEN_ARRAYS)

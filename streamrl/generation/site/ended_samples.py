@@ -28,11 +28,12 @@ def in_home_time(sample: FinishedSample, home: Callable[[float], float]) -> Fini
     """
     times = ("started", "finished")
     changes: dict[str, Any] = {key: home(at) for key in OWN_TIMES if (at := getattr(sample, key)) is not None}
-    if (told := sample.trajectory) is not None:
+    if (trajectory := sample.trajectory) is not None:
         steps = [
-            msgspec.structs.replace(step, **{key: home(getattr(step, key)) for key in times}) for step in told.steps
+            msgspec.structs.replace(step, **{key: home(getattr(step, key)) for key in times})
+            for step in trajectory.steps
         ]
-        changes["trajectory"] = msgspec.structs.replace(told, steps=steps)
+        changes["trajectory"] = msgspec.structs.replace(trajectory, steps=steps)
     return msgspec.structs.replace(sample, **changes)
 
 
@@ -53,6 +54,6 @@ def readable(sample: FinishedSample, arrays: Arrays, sender: str) -> tuple[Finis
         wrong = f"the end of {sample.sample_id!r:.99} from {sender} cannot be read: {error!s:.200}"
     else:
         return sample, arrays, ""
-    told = Trajectory(rows=[], reward=None, void_cause=VoidCause.CRASH, void_text=wrong, messages=[], steps=[])
-    void = msgspec.structs.replace(sample, finish_reason="stop", text="", trajectory=told)
+    trajectory = Trajectory(rows=[], reward=None, void_cause=VoidCause.CRASH, void_text=wrong, messages=[], steps=[])
+    void = msgspec.structs.replace(sample, finish_reason="stop", text="", trajectory=trajectory)
     return void, {name: np.empty(0, dtype) for name, dtype in TOKEN_ARRAYS.items()}, wrong
