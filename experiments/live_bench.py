@@ -284,7 +284,7 @@ class Bench:
             self.engines[f"i{number}"] = Engine(pool, self.run, False, f"i{number}", "here")
         tokenizer = AutoTokenizer.from_pretrained(resolve_model(self.run.model.path))
         source = GroupSource(self.run, PromptSource(self.run.tasks, PROMPT_SEED), tokenizer)
-        self.batches = [[source.group(1 + step) for _ in range(workload.prompts)] for step in range(steps)]
+        self.batches = [[source.next_group(1 + step) for _ in range(workload.prompts)] for step in range(steps)]
         self.fleet: list[SimulatedInstance] = []
 
     async def calibrate(self) -> None:

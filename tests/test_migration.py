@@ -59,7 +59,7 @@ def test_a_migration_example_passes_the_checks_of_a_start_and_scores_answers(
     run = load_run(f"examples/migration/{name}.yaml", changes + ([f"tasks.0.path={data(tmp_path)}"] if data else []))
     assert [*check_model(run), *check_tasks(run)] == []
     tokenizer = AutoTokenizer.from_pretrained(run.model.path)
-    group = GroupSource(run, PromptSource(run.tasks, run.seed), tokenizer).group(1)
+    group = GroupSource(run, PromptSource(run.tasks, run.seed), tokenizer).next_group(1)
     assert tokenizer.decode(group.prompt_tokens).endswith("<|assistant|>")
     scorer, key = Scorer(run.tasks, run.seed), run.tasks[0].key
     answer = group.reward_input["answer"]

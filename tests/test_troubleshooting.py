@@ -261,7 +261,7 @@ def all_prompts_too_long(place: Place) -> str:
     (place.folder / "prompts.jsonl").write_text(json.dumps({"prompt": "1+" * 40, "answer": "2"}))
     run = load_run("run.yaml")
     letters = SimpleNamespace(chat_template=None, encode=lambda text: [ord(letter) for letter in text])
-    return last_words(lambda: GroupSource(run, PromptSource(run.tasks, run.seed), letters).group(1))
+    return last_words(lambda: GroupSource(run, PromptSource(run.tasks, run.seed), letters).next_group(1))
 
 
 @provokes

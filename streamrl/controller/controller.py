@@ -314,7 +314,7 @@ class Controller:
 
     def _new_group(self) -> Group:
         """Issue the next prompt's group."""
-        group = self.groups.group(self.pool.issued // self.pool.batch + 1)
+        group = self.groups.next_group(self.pool.issued // self.pool.batch + 1)
         self.pool.issue([group], self.services.version)
         self.audit.issued(group.step, group.group_id, group.size)
         return group

@@ -74,7 +74,7 @@ class GroupSource:
         for line in changed_since(state, self.run, self._written_by, self._contents):
             log.warning("%s", line)
 
-    def group(self, step: int) -> Group:
+    def next_group(self, step: int) -> Group:
         """Make the next group, for optimizer step `step` (from 1).
 
         Raises:

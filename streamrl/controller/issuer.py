@@ -109,7 +109,7 @@ class Issuer:
             await self.services.tell(*resuming(resumed, begun.budget, rounds.number))
             await self._generate(groups, begun.budget)
 
-    def next_group(self, step: int, taken: int) -> Group | None:
+    def group_to_take(self, step: int, taken: int) -> Group | None:
         """Return the complete group that the current step may take next; None if it has to wait.
 
         Args:

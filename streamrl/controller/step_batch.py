@@ -167,10 +167,10 @@ class StepBatch:
         self.earlier_normalizer += self.normalizer
         self.update += 1
         self.stats, self.sent, self.sent_last = [], [], False
-        self._fill()
+        self._queue_update()
         return True
 
-    def _fill(self) -> None:
+    def _queue_update(self) -> None:
         """Queue what the trainer gets in this update, in its order."""
         self.queue = [piece for key in self._ids_of_update(self.update) for piece in self.pieces.get(key, [])]
 
@@ -226,13 +226,14 @@ class StepBatch:
             if kind == "batch" and groups and self.run.algorithm.by_advantage_alone and not any(map(any, values)):
                 self.no_gradient = len(groups)  # all rewards of the batch are equal
             for one, advantages in zip(groups, values, strict=True):
-                self._enqueue(one, advantages)
+                self._set_advantages(one, advantages)
         else:
-            self._enqueue(group, group_advantages(self.rewards(group), kind))
+            self._set_advantages(group, group_advantages(self.rewards(group), kind))
         if self.full and not self._streams and not self.run.needs_estimates:
-            self._fill()
+            self._queue_update()
 
     def _await_estimates(self, group: Group) -> None:
+        """Request the critic's estimates of a group, which nothing is trained without."""
         self.pieces[group.group_id] = self._pieces(group)
         self.estimation.add(self.pieces[group.group_id])
         self._use_estimates()
@@ -251,9 +252,10 @@ class StepBatch:
         rows = [row.sample_id for pieces in self.pieces.values() for one in pieces for row in one.sequences]
         estimates = self.estimation.of_rows(rows, algorithm.whiten_advantages)
         self.pieces = {key: self._pieces(group, estimates) for key, group in self.groups.items()}
-        self._fill()
+        self._queue_update()
 
     def _pieces(self, group: Group, estimates: Mapping[str, FloatArray] | None = None) -> list[TrainGroup]:
+        """Return what the trainer gets of a group, with the critic's estimates if they are known; []: no loss."""
         counted = {m.sample.sample_id for m in self.counted(group)}
         rewards: dict[str, float] | None = None
         if self._has_critic:
@@ -304,16 +306,18 @@ class StepBatch:
             first_stats=self.first_stats,
             earlier_normalizer=self.earlier_normalizer,
         )
-        other._fill()
+        other._queue_update()
         return other
 
-    def _enqueue(self, group: Group, advantages: Sequence[float]) -> None:
+    def _set_advantages(self, group: Group, advantages: Sequence[float]) -> None:
+        """Give a group's survivors their advantages, and queue what the trainer gets of it, unless all are 0."""
         group.advantages = {m.sample.sample_id: a for m, a in zip(group.survivors(), advantages, strict=True)}
         flat = self.run.algorithm.skips_flat_groups and not any(advantages)
         if not flat:
             self._queue_pieces(group)
 
     def _queue_pieces(self, group: Group) -> None:
+        """Make what the trainer gets of a group whose advantages are known; queue it now if groups are streamed."""
         if pieces := self._pieces(group):
             self.pieces[group.group_id] = pieces
             if self._streams:

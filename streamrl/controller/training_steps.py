@@ -222,7 +222,7 @@ class TrainingSteps:
 
     async def _take_groups(self) -> None:
         """Move complete groups from the pool into the step's batch, as far as the schedule allows."""
-        while (group := self.issuer.next_group(self.step, self.batch.count)) is not None:
+        while (group := self.issuer.group_to_take(self.step, self.batch.count)) is not None:
             if self.issuer.schedule.exclusive and not await self._devices_are_free():
                 return
             self.batch.take(self.pool.take())

@@ -303,16 +303,16 @@ def group_source(tmp_path: Path, max_tokens: int, context: int, **settings: Any)
 
 
 def prompts(source: GroupSource, count: int) -> list[str]:
-    return [source.group(1).prompt for _ in range(count)]
+    return [source.next_group(1).prompt for _ in range(count)]
 
 
 def test_groups_continue_after_a_checkpoint_as_if_nothing_had_happened(tmp_path: Path) -> None:
     expected = prompts(group_source(tmp_path, 100, 400), 12)
     first = group_source(tmp_path, 100, 400)
-    groups = [first.group(1) for _ in range(8)]
+    groups = [first.next_group(1) for _ in range(8)]
     resumed = group_source(tmp_path, 100, 400)
     resumed.restore(json.loads(json.dumps(first.state([groups[3], groups[6]]))))  # two were not trained
-    again = [resumed.group(1) for _ in range(6)]
+    again = [resumed.next_group(1) for _ in range(6)]
     assert [g.prompt for g in again] == [expected[3], expected[6], *expected[8:]]
     assert [g.group_id for g in again[:2]] == [groups[3].group_id, groups[6].group_id]
     assert len(set(expected)) == 12
@@ -331,37 +331,40 @@ def test_groups_continue_after_a_checkpoint_as_if_nothing_had_happened(tmp_path:
 def test_a_sample_is_kept_over_a_resume_if_it_would_be_drawn_with_the_same_settings(
     tmp_path: Path, settings: dict[str, Any], same: bool
 ) -> None:
-    before, after = group_source(tmp_path, 100, 400).group(1), group_source(tmp_path, 100, 400, **settings).group(1)
+    before, after = (
+        group_source(tmp_path, 100, 400).next_group(1),
+        group_source(tmp_path, 100, 400, **settings).next_group(1),
+    )
     assert (prompt_digest(before) == prompt_digest(after)) is same
-    assert prompt_digest(before) == prompt_digest(group_source(tmp_path, 100, 400).group(1))
+    assert prompt_digest(before) == prompt_digest(group_source(tmp_path, 100, 400).next_group(1))
 
 
 def test_prompts_that_do_not_fit_are_skipped_and_counted_and_all_too_long_is_an_error(tmp_path: Path) -> None:
     roomy = group_source(tmp_path, 100, 400)
-    every = [roomy.group(1) for _ in range(24)]
+    every = [roomy.next_group(1) for _ in range(24)]
     limit = int(np.median([len(g.prompt_tokens) for g in every]))
     tight = group_source(tmp_path, 100, 100 + limit)
-    fitting = [tight.group(1) for _ in range(9)]
+    fitting = [tight.next_group(1) for _ in range(9)]
     assert all(len(g.prompt_tokens) <= limit for g in fitting)
     assert tight.too_long > 0
     expected = [g.prompt for g in every if len(g.prompt_tokens) <= limit]
     assert [g.prompt for g in fitting] == expected[: len(fitting)]
     with pytest.raises(RunFailed, match=r"prompts in a row have more than 10 tokens"):
-        group_source(tmp_path, 100, 110).group(1)
+        group_source(tmp_path, 100, 110).next_group(1)
 
 
 def test_prompts_that_no_longer_fit_after_a_resume_are_left_out_and_named(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     roomy = group_source(tmp_path, 100, 400)
-    groups = [roomy.group(1) for _ in range(24)]
+    groups = [roomy.next_group(1) for _ in range(24)]
     limit = int(np.median([len(group.prompt_tokens) for group in groups]))
     resumed = group_source(tmp_path, 100, 100 + limit)
     resumed.restore(json.loads(json.dumps(roomy.state(groups))))
     fitting = [group for group in groups if len(group.prompt_tokens) <= limit]
     left_out = [group.prompt_id for group in groups if group not in fitting]
-    assert [resumed.group(1).group_id for _ in fitting] == [group.group_id for group in fitting]
-    resumed.group(1)
+    assert [resumed.next_group(1).group_id for _ in fitting] == [group.group_id for group in fitting]
+    resumed.next_group(1)
     assert resumed.too_long >= len(left_out) > 0
     assert [message.split()[1] for message in caplog.messages if "it is left out" in message] == left_out
 
@@ -439,17 +442,17 @@ def test_a_curriculum_may_end_in_more_long_rows_than_come_together_by_chance(tmp
         with pytest.raises(RunFailed, match=r"^1000 prompts in a row have more than 10 tokens"):
             prompts(source, 9)
         return
-    groups = [source.group(1) for _ in range(5)]
+    groups = [source.next_group(1) for _ in range(5)]
     assert [(group.prompt_id, group.epoch) for group in groups[:4]] == [("t/0", 0), ("t/1", 0), ("t/0", 1), ("t/1", 1)]
     path.write_text("".join(json.dumps({"prompt": row, "answer": row}) + "\n" for row in rows[2:]))
     with pytest.raises(RunFailed, match=r"^1200 prompts in a row have more than 10 tokens"):
-        group_source(tmp_path, 100, 110, tasks=[task]).group(1)
+        group_source(tmp_path, 100, 110, tasks=[task]).next_group(1)
 
 
 def test_chat_template_is_applied_with_the_system_prompt(tmp_path: Path) -> None:
     source = group_source(tmp_path, 100, 400)
     source.tokens = PromptTokens(source.run.model.model_copy(update={"system_prompt": "Be brief"}), source.tokenizer)
-    group = source.group(1)
+    group = source.next_group(1)
     text = source.tokenizer.decode(group.prompt_tokens)
     assert text == f"<|system|>Be brief<|user|>{group.prompt}<|assistant|>"
 

@@ -101,7 +101,7 @@ class Pushing:
         stubs: dict[str, Any] = {
             "trainers": self.trainers,
             "services": self.services,
-            "issuer": SimpleNamespace(schedule=SimpleNamespace(exclusive=False), next_group=lambda *_: None),
+            "issuer": SimpleNamespace(schedule=SimpleNamespace(exclusive=False), group_to_take=lambda *_: None),
             "pool": SimpleNamespace(groups={}),
             "times": SimpleNamespace(trainer=[], loading=[]),
             "canary": SimpleNamespace(loaded=lambda number, who: self.loaded.append((number, set(who)))),
@@ -390,7 +390,7 @@ def test_lengths_of_groups_that_are_dropped_while_a_full_step_is_trained_are_lea
     stubs: dict[str, Any] = {
         "issuer": SimpleNamespace(
             schedule=SimpleNamespace(exclusive=False),
-            next_group=lambda step, count: (
+            group_to_take=lambda step, count: (
                 None if count else next((g for g in pool.groups.values() if g.complete), None)
             ),
             taken=lambda _: None,

@@ -85,7 +85,7 @@ def test_prompts_are_what_transformers_makes_of_the_rows_and_the_variables(
         tokenizer.apply_chat_template(m, add_generation_prompt=True, return_dict=False, enable_thinking=thinking)
         for m in (whole, lone)
     ]
-    groups = [source.group(1) for _ in range(2)]
+    groups = [source.next_group(1) for _ in range(2)]
     assert [group.prompt_tokens.tolist() for group in groups] == expected
     assert tokenizer.decode(expected[0]).endswith("<|assistant|>" + ("" if thinking else "<think></think>"))
     evaluated = choose_prompts(2, source.source, source.tokens, 400)
@@ -96,7 +96,7 @@ def test_prompts_are_what_transformers_makes_of_the_rows_and_the_variables(
 
 def test_rewards_get_the_last_message_and_readers_all_of_them(model: Path, tmp_path: Path) -> None:
     run = run_of(model, tmp_path / "tasks")
-    group = source_of(run, AutoTokenizer.from_pretrained(model)).group(1)
+    group = source_of(run, AutoTokenizer.from_pretrained(model)).next_group(1)
     assert group.reward_input == {"prompt": "And 8 + 5?\nNumber only.", "answer": 13}
     assert group.prompt.startswith("system: Be brief.\n\nuser: 7 + 5?\n\nassistant: 12\n\nuser: And 8 + 5?")
 
@@ -224,7 +224,7 @@ def test_the_date_in_a_template_is_the_same_on_every_day(model: Path, tmp_path: 
         tokenizer = load_tokenizer(str(model))
         assert list(check_tasks(run)) == []
         begins = f"{day}, 00:00; <|system|>"
-        assert tokenizer.decode(source_of(run, tokenizer).group(1).prompt_tokens).startswith(begins)
+        assert tokenizer.decode(source_of(run, tokenizer).next_group(1).prompt_tokens).startswith(begins)
         agents = ChatRenderer(tokenizer, "Think.", run.model.chat_template_kwargs)
         assert tokenizer.decode(agents.whole(CONVERSATION[1:2], []).tokens).startswith(begins)
     wrong = run_of(model, tmp_path / "wrong", chat_template_kwargs={"strftime_now": "today"})
@@ -240,10 +240,10 @@ def test_a_token_that_the_model_lacks_is_told_before_the_start_and_with_its_row(
     change_template(model, CHAT_TEMPLATE + f"{{% if messages|length < 3 %}}{tokenizer.decode([320])}{{% endif %}}")
     run = run_of(model, tmp_path / "later")
     source = GroupSource(run, PromptSource(run.tasks, run.seed), AutoTokenizer.from_pretrained(model), 320)
-    assert source.group(1).prompt_tokens.max() < 320
+    assert source.next_group(1).prompt_tokens.max() < 320
     says = f"prompt sums/1 has token 320 ({tokenizer.decode([320])}), but the model {model} knows 320 tokens, from 0: "
     with pytest.raises(RunFailed, match=re.escape(says)) as caught:
-        source.group(1)
+        source.next_group(1)
     assert is_final(caught.value)
     change_template(model, CHAT_TEMPLATE + tokenizer.decode([320]))
     (problem,) = check_tasks(run)
