@@ -186,8 +186,11 @@ class RunConfig(StrictModel):
             )
         return None
 
+    # Validators run in their order, and the first mistake ends them.
+
     @model_validator(mode="after")
-    def _fits(self) -> Self:
+    def _generation_fits(self) -> Self:
+        """Check sampling, and what an instance computes in, against the rest."""
         if self.sampling.max_tokens >= self.model.max_context:
             raise ValueError(
                 ErrorCode.CONTEXT.refer(
@@ -205,6 +208,11 @@ class RunConfig(StrictModel):
             raise ValueError(reason)
         if reason := conflict(self.generation.compute, self.algorithm, self.weights):
             raise ValueError(reason)
+        return self
+
+    @model_validator(mode="after")
+    def _schedule_fits(self) -> Self:
+        """Check the schedule against what moves weights and instances, and the learning rate's against the steps."""
         if (self.schedule.exclusive or self.schedule.name == "auto") and not self.weights.path.fetched:
             raise ValueError(
                 f"weights.backend {self.weights.backend} needs devices of its own for each member of its group, and "
@@ -226,6 +234,11 @@ class RunConfig(StrictModel):
                 f"optimizer.decay_steps ({given}) and warmup_steps ({self.optimizer.warmup_steps}) need at least as "
                 f"many steps together, expected at most {self.steps} (steps)"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _tasks_fit(self) -> Self:
+        """Check limits of programs that are rewards, and the names of tasks and trackers."""
         for task in (*self.tasks, *(self.evaluation.tasks if self.evaluation else ())):
             if isinstance(task, FileTask) and task.sandbox and task.sandbox.seconds >= self.deadlines.reward_s:
                 raise ValueError(
@@ -239,6 +252,11 @@ class RunConfig(StrictModel):
         names = [task.key for task in self.tasks]
         if len(names) != len(set(names)):
             raise ValueError(f"tasks need different names (set label), got {names}")
+        return self
+
+    @model_validator(mode="after")
+    def _algorithm_fits(self) -> Self:
+        """Check the algorithm against the batch and its updates; evaluation and rounds against the tasks."""
         if self.algorithm.compares_siblings and self.batch.samples_per_prompt == 1:
             raise ValueError(
                 f"algorithm.advantage {self.algorithm.advantage} compares the samples of a prompt, and "
