@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -17,7 +18,7 @@ from streamrl.output_files import check_output
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from scheduler.capacity.allocation import PlanObjective
+    from scheduler.capacity.allocation import PlanObjective, Problem
     from scheduler.capacity.placement_plan import Colocated, PlacementPlan, Step
     from streamrl.planning.planning_inputs import Inputs
 
@@ -138,17 +139,12 @@ def _show(
     why: str,
 ) -> None:
     """Print the plans; `why`: where the schedule is from."""
-    from streamrl.planning.plan_keys import as_yaml, site_keys
-
     best, problem = found[0], inputs.problem
-    batch, step = problem.batch, best.chosen
-
-    def say(text: str) -> None:
-        console.print(text, soft_wrap=True, highlight=False, markup=False)
-
-    say(
+    batch = problem.batch
+    _say(
+        console,
         f"{problem.model.name} ({problem.model.parameters / 1e9:.2f} B weights), {inputs.algorithm}, {batch.samples} "
-        f"samples a step, mean {batch.mean_length:.0f} tokens ({inputs.lengths}), prompts {batch.prompt_tokens:.0f}"
+        f"samples a step, mean {batch.mean_length:.0f} tokens ({inputs.lengths}), prompts {batch.prompt_tokens:.0f}",
     )
     _table(
         console,
@@ -156,6 +152,21 @@ def _show(
         ("site", "role", "GPU", "GPUs", "replicas x TP", "batch", "share", "USD/h"),
         _split_rows(best),
     )
+    _show_stages(console, best, problem.delta_ratio)
+    _show_schedules(console, best, problem, together, why)
+    _show_choice(console, inputs, found)
+    if len(found) > 1:
+        columns = ("plan", "step (s)", "samples/s", "USD/h", "USD/1k samples")
+        rows = [_step_row(one.chosen, one.text) for one in found[1:]]
+        _table(console, "next-best plans", columns, [(*row[:2], *row[4:]) for row in rows])
+
+
+def _say(console: Console, text: str) -> None:
+    console.print(text, soft_wrap=True, highlight=False, markup=False)
+
+
+def _show_stages(console: Console, best: PlacementPlan, delta_ratio: float) -> None:
+    """Print how long each stage of a step takes."""
     time = best.split.time
     _table(
         console,
@@ -173,10 +184,16 @@ def _show(
                 f"optimizer {time.optimizer_s:.2f}; shards of {time.shard}"
                 + "".join(f", {name} {value}" for name, value in time.keys.items()),
             ),
-            ("weights to the last site", f"{best.transfer_s:.2f}", f"1/{problem.delta_ratio:g} of them over links"),
+            ("weights to the last site", f"{best.transfer_s:.2f}", f"1/{delta_ratio:g} of them over links"),
             ("weights into replicas", f"{best.load_s:.2f}", "generation paused"),
         ],
     )
+
+
+def _show_schedules(
+    console: Console, best: PlacementPlan, problem: Problem, together: Colocated | None, why: str
+) -> None:
+    """Print what a step takes and costs under each schedule."""
     rows = [_step_row(best.step(name), name + f" ({why})" * (name == best.schedule)) for name in SEPARATE]
     if together is not None:
         offer = problem.offers[together.offer]
@@ -189,10 +206,19 @@ def _show(
         rows,
     )
     if together is not None and together.gpus > problem.offers[together.offer].device.per_machine:
-        say(
+        _say(
+            console,
             "colocated is shown to compare: GPUs that take turns need launch.backend: local, which is one machine, of "
-            f"{problem.offers[together.offer].device.per_machine} such GPUs"
+            f"{problem.offers[together.offer].device.per_machine} such GPUs",
         )
+
+
+def _show_choice(console: Console, inputs: Inputs, found: Sequence[PlacementPlan]) -> None:
+    """Print the best plan as keys of the cluster file, its price, and what it moves and releases."""
+    from streamrl.planning.plan_keys import as_yaml, site_keys
+
+    say = partial(_say, console)
+    best, offers, step = found[0], inputs.problem.offers, found[0].chosen
     say("in the cluster file this plan is:")
     for line in as_yaml(site_keys(best, inputs.prices)).splitlines():
         say(f"  {line}")
@@ -201,7 +227,6 @@ def _show(
         f"price: {step.usd_per_hour:.2f} USD/h, of which traffic {best.egress_usd * 3600 / step.seconds:.3f}; "
         f"{step.usd_per_1k:.4f} USD per 1,000 samples"
     )
-    offers = problem.offers
     released = [f"{count} {offers[number].device.name} in {offers[number].site}" for number, count in best.released]
     trainer = offers[best.split.trainer]
     if trainer.site != inputs.trains_now:
@@ -214,10 +239,6 @@ def _show(
         for offer, source in zip(offers, inputs.prices, strict=True)
     ):
         say(text)
-    if len(found) > 1:
-        columns = ("plan", "step (s)", "samples/s", "USD/h", "USD/1k samples")
-        rows = [_step_row(one.chosen, one.text) for one in found[1:]]
-        _table(console, "next-best plans", columns, [(*row[:2], *row[4:]) for row in rows])
 
 
 def _kept(best: PlacementPlan, other: PlacementPlan) -> str:
