@@ -32,18 +32,35 @@ def unused_keys(run: RunConfig) -> Iterable[ConfigProblem]:
 
     The keys in `also` are those that leave it without use.
     """
-    algorithm, optimizer = run.algorithm, run.optimizer
+    yield from _nothing_learned(run)
+    yield from _unused_of_algorithm(run)
+    yield from _unused_of_length_limit(run)
+    yield from _unused_of_decay(run)
+    yield from _unused_of_ratio(run)
+    yield from _unused_elsewhere(run)
+    yield from _unused_of_dispatch(run)
+    yield from _unused_after_failures(run)
+    yield from _unused_rounds(run)
+
+
+def _nothing_learned(run: RunConfig) -> Iterable[ConfigProblem]:
+    """Yield sampling and batches that leave every gradient 0."""
     alone = {"top_k": run.sampling.top_k == 1, "min_p": run.sampling.min_p == 1}
     alone["top_p"] = run.sampling.top_p <= LIKELIEST_ALONE
     for sampler in (name for name, is_so in alone.items() if is_so):
         reason = f"is {getattr(run.sampling, sampler):g}, which leaves only the likeliest token: its log-probability is"
         yield ConfigProblem(("sampling", sampler), f"'sampling.{sampler}' {reason} 0, and nothing is learned")
-    if algorithm.advantage == "batch" and run.batch.prompts_per_step * run.batch.samples_per_prompt == 1:
+    if run.algorithm.advantage == "batch" and run.batch.prompts_per_step * run.batch.samples_per_prompt == 1:
         reason = (
             "is 1, as is batch.samples_per_prompt, and advantage: batch compares the samples of a batch: every "
             "advantage would be 0; expected 2 or more of one of them"
         )
         yield ConfigProblem(("batch", "prompts_per_step"), f"'batch.prompts_per_step' {reason}")
+
+
+def _unused_of_algorithm(run: RunConfig) -> Iterable[ConfigProblem]:
+    """Yield keys of corrections, of the KL term and of dynamic sampling that have no use."""
+    algorithm = run.algorithm
     keys, others = UNUSED[algorithm.off_policy.correction]
     for key in _changed(algorithm.off_policy, keys):
         yield _problem(
@@ -68,6 +85,11 @@ def unused_keys(run: RunConfig) -> Iterable[ConfigProblem]:
             "replaced; expected more, or dynamic_sampling: false"
         )
         yield _problem(("algorithm", "max_replaced"), ("batch", "prompts_per_step"), reason)
+
+
+def _unused_of_length_limit(run: RunConfig) -> Iterable[ConfigProblem]:
+    """Yield penalties and masks that would meet every answer."""
+    algorithm = run.algorithm
     margin = None if algorithm.overlong is None else algorithm.overlong.margin_tokens
     if margin is not None and margin >= run.sampling.max_tokens:
         reason = (
@@ -80,6 +102,11 @@ def unused_keys(run: RunConfig) -> Iterable[ConfigProblem]:
         what = "no answer with a token of its own would be trained" if algorithm.mask_truncated else "all are penalised"
         reason = f"is 1, which every answer reaches: with algorithm.{key} {what}; expected 2 or more, or no {key}"
         yield _problem(("sampling", "max_tokens"), ("algorithm", key), reason)
+
+
+def _unused_of_decay(run: RunConfig) -> Iterable[ConfigProblem]:
+    """Yield what the learning rate's decay has no use for."""
+    optimizer = run.optimizer
     if optimizer.decay == "constant":
         for key in _changed(optimizer, ("min_lr_fraction",)):
             reason = "has no use with decay: constant: leave it out, or choose linear, cosine or wsd"
@@ -87,10 +114,10 @@ def unused_keys(run: RunConfig) -> Iterable[ConfigProblem]:
     elif optimizer.min_lr_fraction == 1:
         reason = f"is 1, with which decay: {optimizer.decay} changes nothing: set it lower, or leave decay out"
         yield _problem(("optimizer", "min_lr_fraction"), ("optimizer", "decay"), reason)
-    yield from _unused_of_ratio(run)
-    yield from _unused_elsewhere(run)
-    yield from _unused_of_dispatch(run)
-    yield from _unused_after_failures(run)
+
+
+def _unused_rounds(run: RunConfig) -> Iterable[ConfigProblem]:
+    """Yield rounds that could not carry anything over."""
     match run.schedule.rounds:
         case PartialRolloutsConfig(round_tokens=tokens, over_issue=1) if tokens >= run.sampling.max_tokens:
             key, shorter = (
