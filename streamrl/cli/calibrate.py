@@ -18,6 +18,7 @@ from streamrl.output_files import check_output, write_output
 
 if TYPE_CHECKING:
     from streamrl.config.cluster import ClusterConfig, GenerationPool
+    from streamrl.config.run import RunConfig
 
 
 @click.command(name="calibrate")
@@ -103,51 +104,62 @@ def command(
         from streamrl.generation.instance.settings_trial import try_settings
 
         return try_settings(chosen, run, its_site, click.echo)
+    curve, lines = asyncio.run(_measured(cluster, chosen, run, its_site, seconds))
+    computed = {
+        "dtype": types.dtype if computation.kind == "same" else computation.kind,
+        "dtype_why": f"{types.why}; {computation}" if computation.why else types.why,
+    }
+    _keep(out, curve | computed, lines)
+
+
+async def _measured(
+    cluster: ClusterConfig, pool: GenerationPool, run: RunConfig, site: str, seconds: float
+) -> tuple[dict[str, object], list[str]]:
+    """Start an instance and time its steps; return what is stored of them, and what is printed.
+
+    Raises:
+        UserError: vLLM does not start, or the step times are not usable.
+    """
     from streamrl.generation.instance.calibration import measure
     from streamrl.generation.instance.engine import Engine
 
-    lines: list[str] = []
-
-    async def work() -> dict[str, object]:
-        try:
-            engine = Engine(chosen, run, cluster.hardware == "cuda", "calibrate", its_site)
-        except (ValueError, RuntimeError) as error:
-            raise UserError(f"vLLM does not start an instance of pool {chosen.name!r}: {error}") from error
-        try:
-            await engine.warm_up()
-            trials, load = await measure(engine, chosen.max_batch, run.model.max_context, seconds, click.echo)
-        finally:
-            engine.close()
-        curve = trials.curve
-        for batch, step in zip(curve.batches, curve.seconds, strict=True):
-            lines.append(f"batch {batch}: {1e3 * step:.1f} ms a step")
-        rates = 1e6 * curve.per_context_token, 1e6 * curve.per_prefill_token
-        lines.append(f"context {rates[0]:.3f} us a token and step, prefill {rates[1]:.0f} us a token; {load}")
-        if trials.fall:
-            click.echo("\n".join(lines))
-            raise UserError(
-                f"these step times are not usable: {trials.fall}; {load}. Nothing was written: measure again while the "
-                "machine does nothing else"
-            )
-        if trials.doubts:
-            lines.append(f"doubtful: {trials.doubts}; measure again while the machine does nothing else, or longer")
-        return curve.to_json() | {
-            "repeats": [
-                {"batch": batch, "prompt_tokens": prompt, "step_seconds": times}
-                for (batch, prompt), times in trials.times.items()
-            ],
-            "doubts": trials.doubts,
-            "load": str(load),
-            "model": run.model.path,
-            "dtype": types.dtype if computation.kind == "same" else computation.kind,
-            "dtype_why": f"{types.why}; {computation}" if computation.why else types.why,
-            "gpu": chosen.gpu,
-            "gpus_per_replica": chosen.gpus_per_replica,
-            "threads": chosen.threads,
-            "measured": time.strftime("%Y-%m-%d"),
-        }
-
-    _keep(out, asyncio.run(work()), lines)
+    try:
+        engine = Engine(pool, run, cluster.hardware == "cuda", "calibrate", site)
+    except (ValueError, RuntimeError) as error:
+        raise UserError(f"vLLM does not start an instance of pool {pool.name!r}: {error}") from error
+    try:
+        await engine.warm_up()
+        trials, load = await measure(engine, pool.max_batch, run.model.max_context, seconds, click.echo)
+    finally:
+        engine.close()
+    curve = trials.curve
+    lines = [
+        f"batch {batch}: {1e3 * step:.1f} ms a step" for batch, step in zip(curve.batches, curve.seconds, strict=True)
+    ]
+    rates = 1e6 * curve.per_context_token, 1e6 * curve.per_prefill_token
+    lines.append(f"context {rates[0]:.3f} us a token and step, prefill {rates[1]:.0f} us a token; {load}")
+    if trials.fall:
+        click.echo("\n".join(lines))
+        raise UserError(
+            f"these step times are not usable: {trials.fall}; {load}. Nothing was written: measure again while the "
+            "machine does nothing else"
+        )
+    if trials.doubts:
+        lines.append(f"doubtful: {trials.doubts}; measure again while the machine does nothing else, or longer")
+    stored = curve.to_json() | {
+        "repeats": [
+            {"batch": batch, "prompt_tokens": prompt, "step_seconds": times}
+            for (batch, prompt), times in trials.times.items()
+        ],
+        "doubts": trials.doubts,
+        "load": str(load),
+        "model": run.model.path,
+        "gpu": pool.gpu,
+        "gpus_per_replica": pool.gpus_per_replica,
+        "threads": pool.threads,
+        "measured": time.strftime("%Y-%m-%d"),
+    }
+    return stored, lines
 
 
 def _keep(out: Path, values: dict[str, object], lines: list[str]) -> None:
