@@ -1,8 +1,8 @@
 """Rounds that do not wait for their stragglers: tail batching and partial rollouts.
 
 Both issue groups in rounds. Groups that are unfinished when a round is over are deferred with the tokens that they
-have, and continue in a later round. Nothing is dropped: training sees every length, the long ones later and, since
-tokens are kept, from more than one weight version.
+have, and continue in a later round. Nothing is dropped before the run ends: training sees every length, the long ones
+later and, since tokens are kept, from more than one weight version. What is deferred at the end is not trained.
 
 `TailBatching`: a regular round issues more groups than a batch needs and ends as soon as enough are complete; when a
 whole batch has been deferred, a tail round continues exactly these and waits for all. Source of the idea: RollPacker

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from scheduler.dispatch.registry import POLICIES
+from streamrl.config.algorithm import PPOConfig
 from streamrl.config.cluster import ClusterConfig, StrictModel
 from streamrl.config.mistakes import ConfigProblem, KeyPath, dotted
 from streamrl.config.run import RunConfig
@@ -50,7 +51,15 @@ def _nothing_learned(run: RunConfig) -> Iterable[ConfigProblem]:
     for sampler in (name for name, is_so in alone.items() if is_so):
         reason = f"is {getattr(run.sampling, sampler):g}, which leaves only the likeliest token: its log-probability is"
         yield ConfigProblem(("sampling", sampler), f"'sampling.{sampler}' {reason} 0, and nothing is learned")
-    if run.algorithm.advantage == "batch" and run.batch.prompts_per_step * run.batch.samples_per_prompt == 1:
+    samples = run.batch.prompts_per_step * run.batch.samples_per_prompt
+    one_token = run.sampling.max_tokens == 1 and not run.agent_tasks
+    if isinstance(run.algorithm, PPOConfig) and run.algorithm.whiten_advantages and samples == 1 and one_token:
+        reason = (
+            "makes every advantage 0: the only token of a step (batch.prompts_per_step, batch.samples_per_prompt and "
+            "sampling.max_tokens are 1) is the mean of its step; expected whiten_advantages: false, or a larger batch"
+        )
+        yield ConfigProblem(("algorithm", "whiten_advantages"), f"'algorithm.whiten_advantages' {reason}")
+    if run.algorithm.advantage == "batch" and samples == 1:
         reason = (
             "is 1, as is batch.samples_per_prompt, and advantage: batch compares the samples of a batch: every "
             "advantage would be 0; expected 2 or more of one of them"

@@ -130,6 +130,11 @@ def test_every_mistake_of_a_file_is_told_in_one_message_in_its_order(write: Writ
             "samples of a batch: every advantage would be 0",
         ),
         (
+            "algorithm: {name: ppo, critic: {}, whiten_advantages: true}\nsampling: {max_tokens: 1}\n"
+            "batch: {prompts_per_step: 1, samples_per_prompt: 1}\n",
+            "F:1: 'algorithm.whiten_advantages' makes every advantage 0: the only token of a step",
+        ),
+        (
             "sampling:\n  min_p: 0.1\nspeculation:\n  method: auto\n",
             "F:2: sampling.min_p (0.1) does not go with speculation.method auto: vLLM would leave min_p out",
         ),
