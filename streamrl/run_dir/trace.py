@@ -27,7 +27,15 @@ from streamrl.run_dir.appended_lines import parse_event
 from streamrl.run_dir.jsonl import append_whole, finite
 
 PID = 1
+READ_AT_ONCE = 128 << 10
+"""Bytes in memory while an existing file is read."""
 _ORIGIN_KEY = "origin_unix_s"
+_BEGINS = b'{"name": '
+"""What every event begins with."""
+_SPAN_ENDS = b"}},\n"
+"""What every event of a span that others follow ends with, its arguments being the last."""
+_METADATA = b'"ph": "M"'
+"""What every event of the origin and the tracks has; in a text it would have other quotes."""
 
 Event = dict[str, Any]
 
@@ -71,27 +79,30 @@ class TraceWriter:
     def _open_existing(self, path: Path) -> None:
         """Cut what follows the last whole event, and take over origin and tracks.
 
-        Only one line is in memory at a time: a trace may have millions.
+        A trace may have tens of millions of lines: one at a time is in memory, and of spans only the ends are looked
+        at, as parsing them would take minutes.
         """
         if not path.exists():
             return
         metadata: list[Event] = []
         offset = end = 0
-        with path.open("rb") as lines:
+        with path.open("rb", buffering=READ_AT_ONCE) as lines:
             for line in lines:
-                if offset == 0:
+                if offset and line.endswith(_SPAN_ENDS) and line.startswith(_BEGINS) and _METADATA not in line:
+                    end = offset + len(line) - 2
+                elif offset == 0:
                     if line.rstrip() != b"[":
                         break
                     end = 1
                 elif (event := parse_event(line)) is not None:
                     end = offset + len(line.rstrip(b",\n"))
-                    self._empty = False
                     if event.get("ph") == "M":
                         metadata.append(event)
                 else:  # the bracket, or an event that is not whole
                     break
                 offset += len(line)
         os.truncate(path, end)
+        self._empty = end <= 1
         self._origin = trace_origin(metadata)
         for event in metadata:
             if event.get("name") == "thread_name":

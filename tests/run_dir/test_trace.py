@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 
 from streamrl.errors import RunFailed
+from streamrl.run_dir import trace as trace_module
+from streamrl.run_dir.appended_lines import parse_event
 from streamrl.run_dir.trace import Event, TraceWriter
 from tests.report.synthetic import START, spans_of
 from tests.run_dir.conftest import FILE_LIMIT, file_size_limit
@@ -120,6 +122,32 @@ def test_a_large_trace_is_opened_again_in_little_memory_and_cut_at_its_first_bro
     path.write_bytes(b"\n".join([*lines[:100], lines[100][:40] + b",", *lines[101:]]))  # as a full disk once left it
     TraceWriter(path).close()
     assert json.loads(path.read_text()) == before[:99]
+
+
+@pytest.mark.parametrize("closed", [True, False])
+def test_a_large_trace_is_opened_again_without_parsing_its_spans(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, closed: bool
+) -> None:
+    path, parsed = tmp_path / "trace.json", []
+    trace = TraceWriter(path)
+    for number in range(500):
+        trace.async_span(f"here-{number // 250}", "sample", START + number, START + number + 1, f"s{number}", text="}}")
+        trace.span("trainer", '"ph": "M"', START + number, START + number + 1)
+    if closed:
+        trace.close()
+    before = events_of(path)
+
+    def parse(line: bytes) -> Event | None:
+        parsed.append(line)
+        return parse_event(line)
+
+    monkeypatch.setattr(trace_module, "parse_event", parse)
+    with TraceWriter(path) as trace:
+        trace.span("here-1", "sleep", START + 1000, START + 1001)
+    metadata = [event for event in before if event["ph"] == "M"]
+    assert len(metadata) == 7 and len(parsed) == len(metadata) + 1 + closed  # and the last event, and the bracket
+    events = json.loads(path.read_text())
+    assert events[:-1] == before and events[-1]["tid"] == metadata[-2]["tid"]
 
 
 @pytest.mark.parametrize("ending", ["closed", "open", "cut", "empty"])
