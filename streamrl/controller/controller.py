@@ -102,6 +102,8 @@ class Controller:
         episodes = any(isinstance(task, AgentTask) for task in context.run.tasks)  # `max_tokens` is for each turn
         longest = context.run.model.max_context if episodes else context.run.sampling.max_tokens
         self.audit = LengthAudit(longest, limited=not episodes)
+        if context.resume:
+            context.say("reading the timeline of the run so far")
         self.telemetry = Telemetry(context, self.hub, self.lengths)
         self.ledger = Ledger(context.run_dir / layout.LEDGER, context.resume)
         self.rollouts = RolloutStore(context.run_dir / layout.ROLLOUTS)
@@ -207,6 +209,7 @@ class Controller:
         if self.context.resume:
             resumption = self._resumption()
             await resumption.see_checkpoint()
+            self.context.say("going back to the newest checkpoint")
             resumption.restore()
         addresses = self.context.addresses
         bind_home(self.context, self.hub, addresses.controller, addresses.controller_outside)

@@ -85,6 +85,7 @@ class Resumption:
                 known,
                 step,
             )
+        self.context.say("reading the lengths of the newest samples")
         self.lengths.restore(self.rollouts.newest(COLUMNS, self.context.run.ranker.window))
         # of each row a few numbers: those of a long run, whole, would take gigabytes
         found = iter_rows(metrics.path, MetricsRow)

@@ -163,7 +163,8 @@ class ProcessGroup:
     def _restart_message(self, process: RunProcess) -> str:
         name = process.spec.name
         if self._due[name] is None:
-            return ErrorCode.MEMORY.refer(f"{name} has died {len(self._deaths[name])} times; it is not started again")
+            code = ErrorCode.HANG if process.killed_for else ErrorCode.MEMORY
+            return code.refer(f"{name} has died {len(self._deaths[name])} times; it is not started again")
         if process.spec.role not in HOME:
             return f"{process.short_words()}; it is started again"
         return f"{process.short_words()}; everything but the instances is started again"
@@ -193,10 +194,11 @@ class ProcessGroup:
         """Start time of each living process, monotonic seconds, by name."""
         return {process.spec.name: process.started for process in self._processes if process.exit_code is None}
 
-    def kill(self, name: str) -> None:
-        """Kill a process that hangs, as if it had died."""
+    def kill(self, name: str, why: str) -> None:
+        """Kill a process that hangs, as if it had died; its last words say `why` ('it ...')."""
         for process in self._processes:
             if process.spec.name == name:
+                process.killed_for = why
                 process.kill()
 
     def reconcile(self) -> None:

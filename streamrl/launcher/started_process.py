@@ -44,6 +44,8 @@ class RunProcess(ABC):
     """Byte offset in the log at which its own output begins."""
     started: float = field(default_factory=time.monotonic)
     """Monotonic seconds of the launcher."""
+    killed_for: str = ""
+    """Why the launcher has killed it; '': it has not, or not for a fault."""
 
     @property
     @abstractmethod
@@ -112,7 +114,9 @@ class RunProcess(ABC):
         if code is None or code >= 0:
             return f"ended with exit code {code}"
         killed = f"was killed by {signal.Signals(-code).name}"
-        if code == -signal.SIGKILL:
+        if code == -signal.SIGKILL and self.killed_for:
+            killed += f" (by its launcher, as {self.killed_for}; {SEE_DOCS}{ErrorCode.HANG})"
+        elif code == -signal.SIGKILL:
             killed += f" (out of memory, or somebody's kill -9; {SEE_DOCS}{ErrorCode.MEMORY})"
         return killed
 

@@ -176,7 +176,8 @@ def _watch(
         for name, silent in watchdog.hanging(family.started).items():
             silence = f"{name} has given no sign of life for {silent:.0f} s: it is taken for dead"
             view.say(ErrorCode.HANG.refer(silence))
-            family.kill(name)
+            limit = watchdog.limit_of(name)
+            family.kill(name, f"it gave no sign of life for {silent:.0f} s, more than {limit} of the run file")
         if family.dead:
             time.sleep(SETTLE_S)
             if family.has_ended():

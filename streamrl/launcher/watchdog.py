@@ -1,6 +1,7 @@
 """The watchdog: finds processes that are alive but hang, by the files in the run's folder.
 
 The controller, and the service and the rewards process of a site that does not train, each rewrite a file all the time.
+Before its first write, each stage of its start that a controller or a service records is a sign of life.
 For the other processes of the trainer's site the controller records how long they have been silent, and for the agents
 process of another site that site's service does. A service judges its instances itself.
 
@@ -66,7 +67,16 @@ class Watchdog:
         self._stamps = {name: _stamp(file) for name, file in self._files.items()}
         """Stamp of each of these files when it was last looked at."""
         self._lives: dict[str, _Life] = {}
+        self._stages = {
+            self._writer(site): folder / layout.START_STAGES / f"{self._writer(site)}.jsonl"
+            for site, folder in share.folders.items()
+        }
+        """File to which a process that starts adds its stages, by its name."""
+        self._staged = {name: _stamp(file) for name, file in self._stages.items()}
+        """Stamp of each of these files when it was last looked at."""
         self._silences = Silences()
+        self._starts = Silences()
+        """The silence of those that start, of which each stage is a sign of life."""
         self.limit_s = share.run.deadlines.heartbeat_s
         self.startup_s = share.run.deadlines.startup_s
 
@@ -77,8 +87,14 @@ class Watchdog:
             started: start time of each living process, by the watchdog's clock; anything written earlier is not about
                 it.
         """
-        if not self._silences.look(self._clock(), started):
+        now = self._clock()
+        if not self._silences.look(now, started):
             return {}
+        self._starts.look(now, started)
+        for name, file in self._stages.items():
+            if (stamp := _stamp(file)) != self._staged[name]:
+                self._staged[name] = stamp
+                self._starts.sign(name)
         for name, file in self._files.items():
             if (stamp := _stamp(file)) != self._stamps[name]:
                 self._stamps[name] = stamp
@@ -173,11 +189,17 @@ class Watchdog:
     def _silent(self, writer: str) -> dict[str, float]:
         """Return a process that writes a file with its seconds of silence; empty: not too long.
 
-        The first write may take longer: `deadlines.startup_s`.
+        The first write may take longer: `deadlines.startup_s` from the newest stage of its start on.
         """
-        limit_s = self.limit_s if self._silences.has_spoken(writer) else self.startup_s
+        has_spoken = self._silences.has_spoken(writer)
         silent_s = self._silences.silent_s(writer)
-        return {writer: silent_s} if silent_s > limit_s else {}
+        if not has_spoken and writer in self._stages:
+            silent_s = min(silent_s, self._starts.silent_s(writer))
+        return {writer: silent_s} if silent_s > (self.limit_s if has_spoken else self.startup_s) else {}
+
+    def limit_of(self, name: str) -> str:
+        """Return the key that limits the silence of a living process."""
+        return "deadlines.heartbeat_s" if self._silences.has_spoken(name) else "deadlines.startup_s"
 
 
 def _stamp(path: Path) -> tuple[int, int] | None:

@@ -21,6 +21,7 @@ from streamrl.rollouts.ledger import KnownSteps, Ledger
 from streamrl.run_dir import jsonl, layout
 from streamrl.run_dir.checkpoint_sums import file_sums, write_sums
 from streamrl.run_dir.metrics import MetricsRow, read_metrics
+from streamrl.run_dir.start_stages import history
 from streamrl.run_dir.status import read_status
 from tests.controller.test_controller import evaluating
 from tests.controller.test_pool_and_batch import group_source
@@ -74,6 +75,16 @@ def test_a_resumed_run_knows_the_time_left_at_the_pace_of_before_and_counts_it_d
     controller.telemetry.write()
     eta_s = read_status(controller.context.run_dir).eta_s
     assert eta_s is not None and (left - 1) * pace <= eta_s <= left * pace - 10.0
+
+
+def test_a_resumed_run_shows_what_it_reads(controller: Controller) -> None:
+    resumable(controller)
+    go_back(controller)
+    stages = [stage.text for stage in history(controller.context.run_dir, "controller")]
+    assert stages[-1] == "reading the lengths of the newest samples"
+    Controller(replace(controller.context, resume=True))
+    stages = [stage.text for stage in history(controller.context.run_dir, "controller")]
+    assert stages[-1] == "reading the timeline of the run so far"
 
 
 @pytest.mark.parametrize(

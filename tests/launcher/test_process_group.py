@@ -162,6 +162,21 @@ def test_a_service_comes_back_alone_until_its_budget_is_used_up(
     assert told == ["service-here has died 3 times; it is not started again (see docs: E1006)"]
 
 
+def test_what_the_launcher_kills_for_its_silence_says_so(tmp_path: Path, families: Callable[..., ProcessGroup]) -> None:
+    family = families(tmp_path, *CORE)
+    why = "it gave no sign of life for 301 s, more than deadlines.startup_s of the run file"
+    killed = f"service-here was killed by SIGKILL (by its launcher, as {why}; see docs: E1011)"
+    for _ in range(2):
+        before = alive(tmp_path)["service-here"]
+        family.kill("service-here", why)
+        told = until(lambda before=before: alive(tmp_path).get("service-here", before) != before, family)
+        assert told == [f"{killed}; it is started again"]
+    family.kill("service-here", why)
+    told = until(lambda: family.dead, family)
+    assert told == ["service-here has died 3 times; it is not started again (see docs: E1011)"]
+    assert family.dead[0].last_words().startswith(killed)
+
+
 @pytest.mark.parametrize(("state", "again"), [("running", True), ("done", False), ("failed", False)])
 def test_a_service_that_ends_well_is_started_again_unless_the_run_is_over(
     tmp_path: Path, families: Callable[..., ProcessGroup], state: str, again: bool

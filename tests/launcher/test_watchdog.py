@@ -21,6 +21,7 @@ from streamrl.launcher.silence import LOOK_EVERY_S, MOST_S, Silences
 from streamrl.launcher.watchdog import Watchdog
 from streamrl.run_dir import layout
 from streamrl.run_dir.site_status import touch_rewards, write_site
+from streamrl.run_dir.start_stages import say
 from streamrl.run_dir.status import write_status
 from streamrl.runtime.process_plan import ProcessSpec
 
@@ -180,6 +181,19 @@ def test_a_process_without_heartbeats_is_found_whatever_the_clock_of_the_file_se
     assert place.let_pass(1) == []
     place.started["controller"] = place.now + 0.5
     assert place.let_pass(20) == []  # a new one: what the earlier one said is old, too
+
+
+def test_each_stage_of_a_start_is_a_sign_of_life_until_the_first_status(tmp_path: Path) -> None:
+    place = Place(tmp_path)
+    del place.started["trainer"]
+    assert place.let_pass(45) == []
+    say(tmp_path, "controller", "going back to the newest checkpoint")
+    assert place.let_pass(50) == [] and place.watchdog.limit_of("controller") == "deadlines.startup_s"
+    assert place.let_pass(2) == ["controller"]
+    place.write()
+    assert place.let_pass(5) == [] and place.watchdog.limit_of("controller") == "deadlines.heartbeat_s"
+    say(tmp_path, "controller", "ready")
+    assert place.let_pass(2) == ["controller"]  # it has spoken: its status is its sign
 
 
 def test_a_controller_that_speaks_is_left_alone_and_one_that_stops_is_found(tmp_path: Path) -> None:
