@@ -20,12 +20,18 @@ from streamrl.rollouts.ledger import Ledger
 from streamrl.rollouts.rollout_store import RolloutStore
 from streamrl.run_dir.checkpoint_sums import STATE_FILE, DamagedFile, check_files, read_sums
 from streamrl.run_dir.checkpoints import LOOK_S, SEEN_S, CheckpointFolder, unreadable
-from streamrl.run_dir.jsonl import iter_rows
-from streamrl.run_dir.metrics import MetricsRow
+from streamrl.run_dir.jsonl import BriefRow
 from streamrl.run_dir.resume_point import resume_point
 from streamrl.runtime.process_context import RoleContext
 
 log = logging.getLogger(__name__)
+
+
+class _Step(BriefRow):
+    """What a resumed run needs of each step's metrics: those of a long run, whole, would take gigabytes."""
+
+    step_time_s: float | None = None
+    step_refused: str | None = None
 
 
 @dataclass(frozen=True)
@@ -74,7 +80,7 @@ class Resumption:
         self.training.resume_at(step, self._restore_state(step) if step else {})
         self.pool.resume_at(step)
         metrics = self.telemetry.metrics
-        metrics.rewind(step)
+        _, rows = metrics.rewind_reading(step, _Step)
         self.rollouts.rewind(step + 1)
         undone = self.ledger.rewind(step + 1)  # last: it must know of the steps that still have files
         if (known := self.ledger.steps()) != step:
@@ -87,14 +93,11 @@ class Resumption:
             )
         self.context.say("reading the lengths of the newest samples")
         self.lengths.restore(self.rollouts.newest(COLUMNS, self.context.run.ranker.window))
-        # of each row a few numbers: those of a long run, whole, would take gigabytes
-        found = iter_rows(metrics.path, MetricsRow)
-        rows = [(row.step, row.step_time_s, row.step_refused is not None) for row in found]
-        if lost := step - len({known for known, _, _ in rows}):
+        if lost := step - len({row.step for row in rows}):
             log.warning("%s lacks %d of the %d steps of the checkpoint: these rows are lost", metrics.path, lost, step)
-        self.training.refusals.resume_at(step, sum(refused for _, _, refused in rows))
+        self.training.refusals.resume_at(step, sum(row.step_refused is not None for row in rows))
         self.evaluator.rewind(step)
-        self.telemetry.resume_at(step, (seconds for _, seconds, _ in rows))
+        self.telemetry.resume_at(step, (row.step_time_s for row in rows))
         text = "resumed after step %d; %d samples of later steps will be trained again, up to %d taken as they are"
         log.info(text, step, undone, self.ledger.count_kept())
 

@@ -14,6 +14,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Any, BinaryIO, Generic, Self, TypeVar
 
+import msgspec
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from streamrl.atomic_files import replacing, sync_folder
@@ -53,6 +54,15 @@ class StepRow(Row):
     step: int
 
 
+class BriefRow(msgspec.Struct):
+    """A part of a `StepRow`, by the names of its fields: what a reader of many rows needs, decoded in a tenth of the
+    time."""
+
+    step: int
+
+
+Brief = TypeVar("Brief", bound=BriefRow)
+
 TAIL_BYTES = 256 * 1024
 """Bytes at the end of a file in which its newest rows are looked for; a row takes a few kilobytes."""
 
@@ -68,6 +78,15 @@ def parse_row(model: type[AnyRow], line: bytes) -> AnyRow | None:
         return None
     object.__setattr__(row, "__pydantic_fields_set__", _all_fields(model))
     return row
+
+
+def parse_briefly(brief: type[Brief], model: type[StepRow], line: bytes) -> Brief | None:
+    """Return a part of the row of one line, which is not validated as a whole; else like `parse_row`."""
+    try:
+        return msgspec.json.decode(line, type=brief)
+    except (ValueError, RecursionError):  # an earlier version may have written what only `parse_row` takes
+        row = parse_row(model, line)
+    return None if row is None else brief(**{name: getattr(row, name) for name in brief.__struct_fields__})
 
 
 @cache
@@ -177,13 +196,21 @@ class RowWriter(Generic[AnyRow]):
     def rewind(self, step: int) -> int:
         """Drop the rows after `step`, which a run resumed from that checkpoint repeats; return how many.
 
+        Raises:
+            RunFailed: it cannot be written.
+        """
+        return self.rewind_reading(step, BriefRow)[0]
+
+    def rewind_reading(self, step: int, brief: type[Brief]) -> tuple[int, list[Brief]]:
+        """Do as `rewind`; return how many rows were dropped, and a part of each that stays.
+
         The file is replaced atomically: a kill, or a power failure, leaves the old or the new one. One line at a time
         is held, and those that stay are copied as they are.
 
         Raises:
             RunFailed: it cannot be written.
         """
-        dropped = 0
+        dropped, parts = 0, list[Brief]()
         self._file.close()
         with (
             writing(self.path),
@@ -192,14 +219,15 @@ class RowWriter(Generic[AnyRow]):
             open_plain(self.path, largest=None) as lines,
         ):
             for line in lines:
-                if (row := parse_row(self._model, line)) is None:
+                if (row := parse_briefly(brief, self._model, line)) is None:
                     continue  # it is no row, and would be skipped for ever
                 if row.step <= step:
                     kept.write(line)
+                    parts.append(row)
                 else:
                     dropped += 1
         self._file = self.path.open("ab", buffering=0)
-        return dropped
+        return dropped, parts
 
     def close(self) -> None:
         self._file.close()

@@ -17,7 +17,7 @@ from streamrl.errors import RunFailed
 from streamrl.plain_files import NotPlainFile
 from streamrl.run_dir import jsonl
 from streamrl.run_dir.appended_lines import newest_row
-from streamrl.run_dir.jsonl import TAIL_BYTES, RowWriter, iter_rows
+from streamrl.run_dir.jsonl import TAIL_BYTES, BriefRow, RowWriter, iter_rows, parse_row
 from streamrl.run_dir.metrics import MetricsRow, read_metrics
 from tests.report.synthetic import audit_of, make_row
 from tests.run_dir.conftest import FILE_LIMIT, Disk, file_size_limit
@@ -144,6 +144,30 @@ def test_resuming_drops_the_rows_after_the_checkpoint_and_goes_on(tmp_path: Path
     assert [row.step for row in rows] == [1, 2, 3, 4, 5, 6]
     assert rows[-1].reward_mean == 0.99
     assert [item.name for item in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+class Loss(BriefRow):
+    loss: float | None = None
+
+
+def test_a_file_is_rewound_without_a_look_at_whole_rows_except_those_of_earlier_versions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, parsed = tmp_path / "metrics.jsonl", []
+    lines = [json.dumps(make_row(step, loss=step / 2).model_dump()) for step in range(1, 41)]
+    lines[4] = json.dumps(make_row(5).model_dump() | {"loss": float("nan")})
+    path.write_text("\n".join([*lines, "[]", "{}", ""]))
+
+    def parse(model: type[MetricsRow], line: bytes) -> MetricsRow | None:
+        parsed.append(line)
+        return parse_row(model, line)
+
+    monkeypatch.setattr(jsonl, "parse_row", parse)
+    with RowWriter(path, MetricsRow) as writer:
+        dropped, rows = writer.rewind_reading(30, Loss)
+    assert dropped == 10 and len(parsed) == 3
+    assert [(row.step, row.loss) for row in rows] == [(n, None if n == 5 else n / 2) for n in range(1, 31)]
+    assert path.read_text().splitlines() == lines[:30]
 
 
 def test_a_file_of_any_size_is_begun_again_and_rewound_in_little_memory(
