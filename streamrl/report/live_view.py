@@ -17,21 +17,23 @@ from rich.text import Text
 from streamrl.errors import UserError
 from streamrl.plain_files import NotPlainFile
 from streamrl.report.job_control import JobControl
-from streamrl.report.panels import render, render_start, stale_message, step_line
+from streamrl.report.panels import SPARKLINE_STEPS, render, render_start, stale_message, step_line
 from streamrl.report.process_rows import BAD_STATES
 from streamrl.report.start_lines import StartLines, begun_at, present
-from streamrl.report.summary import duration, headline_figures
+from streamrl.report.summary import HeadlineRow, duration, headline_figures
 from streamrl.report.terminal import TextConsole, redraws
 from streamrl.run_dir import layout
-from streamrl.run_dir.appended_lines import AppendedRows
+from streamrl.run_dir.appended_lines import AppendedLines, AppendedRows
 from streamrl.run_dir.checkpoints import CheckpointFolder
 from streamrl.run_dir.evaluations import EvaluationRow, best, evaluation_line
-from streamrl.run_dir.jsonl import AnyRow
+from streamrl.run_dir.jsonl import AnyRow, parse_briefly
 from streamrl.run_dir.metrics import MetricsRow
-from streamrl.run_dir.priced_rows import PricedRows
+from streamrl.run_dir.newest_steps import NewestSteps
 from streamrl.run_dir.start_stages import Stage, StageReader, launched_at
 from streamrl.run_dir.status import RoleStatus, RunStatus, read_status
 
+KEPT_STEPS = SPARKLINE_STEPS
+"""Newest steps of which the rows are kept: those of a run of weeks would take gigabytes."""
 PLAIN_WIDTH = 200
 """Columns assumed when the output is no terminal, so that a step's line stays one line in a log."""
 
@@ -49,7 +51,9 @@ class PlainLines:
 
     def __init__(self, known: Sequence[MetricsRow], evaluated: Sequence[EvaluationRow] = ()) -> None:
         """Take the rows of a resumed run, `known` and `evaluated`, which are not shown again."""
-        self._shown = {(row.step, row.time) for row in known}
+        self._shown: set[tuple[int, float]] = set()
+        self._warned = False
+        self.know(known)
         self._shown_evaluations = {(row.step, row.time) for row in evaluated}
         self._roles: dict[str, str] = {}
         self._lost: set[str] = set()
@@ -65,7 +69,11 @@ class PlainLines:
         self._disk_warned = False
         self._wanted: dict[str, int] = {}
         self._shown_instances: set[tuple[str, float, str]] = set()
-        self._warned = bool(known and known[-1].length_bias_warning)
+
+    def know(self, known: Sequence[MetricsRow]) -> None:
+        """Take further rows that are not shown again."""
+        self._shown.update((row.step, row.time) for row in known)
+        self._warned = bool(known[-1].length_bias_warning) if known else self._warned
 
     def lines(
         self,
@@ -79,7 +87,7 @@ class PlainLines:
 
         Args:
             status: the run's status; None: the controller has not written one yet.
-            rows: metrics of all steps.
+            rows: metrics of the newest steps, with all that came since the last call but those of a run that starts.
             now: unix seconds.
             evaluations: all so far.
             stages: the start-up stage that each process last reported.
@@ -236,7 +244,8 @@ class LiveView:
         self._console = console or TextConsole(highlight=False)
         self._plain = not redraws(self._console) if plain is None else plain
         self._clock = clock
-        self._steps = PricedRows(run_dir, largest)
+        self._largest = largest
+        self._steps = NewestSteps(run_dir, largest)
         self._evaluations = AppendedRows(run_dir / layout.EVALUATIONS, EvaluationRow, largest)
         self._unread: set[Path] = set()
         """Files of rows that are not read, as was said once."""
@@ -245,7 +254,11 @@ class LiveView:
         """The status that `refresh` read last."""
         self._live: Live | None = None
         self._job: JobControl | None = None
-        self._lines = PlainLines(self._rows(self._steps), self._rows(self._evaluations))
+        self._lines = PlainLines([], self._rows(self._evaluations))
+        known = None
+        while known != (known := self._newest_key()):  # a part of a long file at a time
+            self._lines.know(self._rows(self._steps, 1))
+            self._steps.keep_newest(KEPT_STEPS)
 
     def __enter__(self) -> Self:
         if not self._plain:
@@ -285,11 +298,14 @@ class LiveView:
         if self._live is None:
             for line in self._lines.lines(status, rows, now, evaluations, stages):
                 self.say(line)
+            if status is not None and status.state != "starting":  # which has shown all
+                self._steps.keep_newest(KEPT_STEPS)
             return status
+        self._steps.keep_newest(KEPT_STEPS)
         if status is None:
             picture = render_start(self.run_dir.name, stages, now, height)
         else:
-            picture = render(status, rows, now, evaluations, stages, height)
+            picture = render(status, rows, now, evaluations, stages, height, self._steps.sums)
         self._live.update(picture, refresh=height is not None)
         return status
 
@@ -308,7 +324,7 @@ class LiveView:
             missing = f"no figures: {self.run_dir / layout.METRICS} has no rows"
             self.say(f"  {missing if has_steps else 'no optimizer step has finished'}")
         else:
-            for what, value in headline_figures(rows):
+            for what, value in headline_figures(self._all_steps() or rows):
                 self.say(f"  {what:<28}{value}")
             if rows[-1].length_bias_warning:
                 self.say(f"  warning: {rows[-1].length_bias_warning}")
@@ -335,10 +351,31 @@ class LiveView:
         if status is not None and status.error:
             self.say(f"  error: {status.short_error}")
 
-    def _rows(self, file: AppendedRows[AnyRow]) -> list[AnyRow]:
-        """Return all rows of a file, or those read before if it cannot be read now: a view never ends a run."""
+    def _newest_key(self) -> tuple[int, int, float]:
+        rows = self._steps.rows
+        return (self._steps.generation, rows[-1].step, rows[-1].time) if rows else (self._steps.generation, 0, 0.0)
+
+    def _all_steps(self) -> list[HeadlineRow]:
+        """Return what headlines need of all steps; none if they cannot be read any more."""
+        lines = AppendedLines(self._steps.path, largest=self._largest)
+        rows: list[HeadlineRow] = []
         try:
-            return file.look()
+            for _, some in lines.read_all():
+                found = (parse_briefly(HeadlineRow, MetricsRow, line) for line in some)
+                rows += (row for row in found if row is not None)
+        except OSError:
+            return []
+        return rows
+
+    def _rows(self, file: AppendedRows[AnyRow], enough: float = math.inf) -> list[AnyRow]:
+        """Return the rows of a file, or those read before if it cannot be read now: a view never ends a run.
+
+        Args:
+            file: the file.
+            enough: see `AppendedRows.look`.
+        """
+        try:
+            return file.look(enough)
         except NotPlainFile as error:
             if file.path not in self._unread:
                 self._unread.add(file.path)

@@ -18,6 +18,7 @@ from streamrl.report.summary import bars, duration, fixed, number, percent, void
 from streamrl.report.terminal import plain_table
 from streamrl.run_dir.evaluations import EvaluationRow, evaluation_line
 from streamrl.run_dir.metrics import MetricsRow
+from streamrl.run_dir.newest_steps import StepSums
 from streamrl.run_dir.remote_site import obstacle
 from streamrl.run_dir.start_stages import Stage
 from streamrl.run_dir.status import SINCE, RunStatus
@@ -184,15 +185,19 @@ def no_gradient(row: MetricsRow) -> str:
 
 
 def run_notes(
-    status: RunStatus, rows: Sequence[MetricsRow], evaluations: Sequence[EvaluationRow]
+    status: RunStatus,
+    rows: Sequence[MetricsRow],
+    evaluations: Sequence[EvaluationRow],
+    sums: StepSums | None = None,
 ) -> list[tuple[str, str, str]]:
     """Return (label, text, colour) of each remark on the run that its figures do not show.
 
-    Rows that begin behind the first step are the newest ones only, and sums over them say of which steps.
+    The sums, by default those over the rows, say of which steps they are if these begin behind the first one.
     """
     notes = []
-    whole = not rows or rows[0].step <= 1
-    rows_given = f"steps {rows[0].step} to {rows[-1].step}" if rows else ""
+    sums = sums or StepSums.of(rows)
+    whole = sums.first <= 1
+    rows_given = f"steps {sums.first} to {rows[-1].step}" if rows else ""
     if status.schedule_note:
         notes.append(("schedule", status.schedule_note, ""))
     if scaling := scaling_note(status):
@@ -206,11 +211,10 @@ def run_notes(
     if evaluations:
         notes.append(("evaluation", evaluation_line(evaluations[-1], evaluations), "green"))
     if rows and rows[-1].usd is not None:
-        spent = sum(row.usd or 0.0 for row in rows)
         each = rows[-1].usd_per_1k_samples
         of_last = f"{number(each)} per 1,000 samples in the last step"
         steps = "the finished steps" if whole else rows_given
-        notes.append(("cost", f"{spent:.4g} USD for {steps}, {of_last}", ""))
+        notes.append(("cost", f"{sums.usd:.4g} USD for {steps}, {of_last}", ""))
     if status.verified.words:
         notes.append(("weights", status.verified.words, ""))
     if status.refused_words:
@@ -221,9 +225,9 @@ def run_notes(
         notes.append(("mismatch", status.verified.mismatch, WARNING))
     if rows and rows[-1].mismatch_warning:
         notes.append(("mismatch", rows[-1].mismatch_warning, WARNING))
-    if refused := [row for row in rows if row.step_refused]:
+    if refused := sums.last_refused:
         where = "this run" if whole else rows_given
-        words = f"step {refused[-1].step}: {refused[-1].step_refused} ({len(refused)} in {where})"
+        words = f"step {refused.step}: {refused.step_refused} ({sums.refused} in {where})"
         notes.append(("refused", words, WARNING))
     if rows and rows[-1].length_bias_warning:
         notes.append(("warning", rows[-1].length_bias_warning, WARNING))
@@ -332,6 +336,7 @@ def render(
     evaluations: Sequence[EvaluationRow] = (),
     stages: Mapping[str, Stage] | None = None,
     height: int | None = None,
+    sums: StepSums | None = None,
 ) -> RenderableType:
     """Return the whole view, or as much of it as fits.
 
@@ -339,13 +344,14 @@ def render(
 
     Args:
         status: the run's status.
-        rows, now, evaluations, stages: see `PlainLines.lines`.
+        rows, now, evaluations, stages: see `PlainLines.lines`; of rows the last `SPARKLINE_STEPS` are shown.
         height: lines that it may take; None: any number.
+        sums: the sums over all steps of which there are rows; None: those over `rows`.
     """
     seen = status.as_of(now)
     starts = present(status, stages or {}) if status.state == "starting" else {}
     status = with_stages(status, stages or {})
-    notes = run_notes(status, rows, evaluations)
+    notes = run_notes(status, rows, evaluations, sums)
     label_width = max([10, *(len(what) for what, _, _ in notes)])
     space = PicturePart.of(SPACE, "")
     parts = [PicturePart.of("head", header(status, now))]

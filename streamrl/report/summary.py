@@ -6,12 +6,39 @@ import statistics
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
+from streamrl.run_dir.jsonl import BriefRow
 from streamrl.run_dir.metrics import MetricsRow
 
 NONE = "-"
 """Shown where a figure does not exist."""
 REWARD_WINDOW = 10
 """Steps averaged at either end of a run for 'reward first -> last'; fewer in a run of under 20 steps."""
+
+
+class HeadlineRow(BriefRow):
+    """What `headline_figures` needs of a step, for readers of the many rows of a long run."""
+
+    samples_total: int | None = None
+    step_time_s: float | None = None
+    generate_time_s: float | None = None
+    train_time_s: float | None = None
+    weight_sync_exposed_s: float | None = None
+    reward_mean: float | None = None
+    bubble_fraction_generation: float | None = None
+    bubble_fraction_training: float | None = None
+    environment_s: float | None = None
+    environment_hidden_fraction: float | None = None
+    train_tokens_per_s: float | None = None
+    train_tflops: float | None = None
+    mfu: float | None = None
+    process_memory_gb: float | None = None
+    groups_no_gradient: int | None = None
+    groups_total: int | None = None
+    logprob_gap_mean: float | None = None
+    usd: float | None = None
+
+
+StepFigures = MetricsRow | HeadlineRow
 
 
 def number(value: float | None, digits: int = 3) -> str:
@@ -108,7 +135,7 @@ def share_of(part: int | None, whole: int | None) -> str:
     return f"{part} of {whole} ({100 * part / whole:.0f}%)" if whole else str(part)
 
 
-def headline_figures(rows: Sequence[MetricsRow]) -> list[tuple[str, str]]:
+def headline_figures(rows: Sequence[StepFigures]) -> list[tuple[str, str]]:
     """Return (label, value) pairs for the closing summary and the report's head.
 
     Every mean is over the steps that have the value; samples/s are all samples over the sum of the step times.
@@ -141,12 +168,12 @@ def headline_figures(rows: Sequence[MetricsRow]) -> list[tuple[str, str]]:
     ]
 
 
-def groups_without_gradient(rows: Sequence[MetricsRow]) -> str:
+def groups_without_gradient(rows: Sequence[StepFigures]) -> str:
     """Describe how many of all groups had no gradient, as their rewards were equal or none had a loss."""
     return share_of(total(row.groups_no_gradient for row in rows), total(row.groups_total for row in rows))
 
 
-def environments(rows: Sequence[MetricsRow]) -> list[tuple[str, str]]:
+def environments(rows: Sequence[StepFigures]) -> list[tuple[str, str]]:
     """Return how long environments stepped, and how much of it was hidden; nothing if there were none."""
     stepped = [row.environment_s for row in rows if row.environment_s is not None]
     hidden = mean(row.environment_hidden_fraction for row in rows)
@@ -169,7 +196,7 @@ def void_share(rows: Sequence[MetricsRow]) -> str:
     return f"{void} of {judged} rewards void ({percent(void / judged)}{': ' if causes else ''}{causes})"
 
 
-def trainer_speed(rows: Sequence[MetricsRow]) -> str:
+def trainer_speed(rows: Sequence[StepFigures]) -> str:
     """Describe the trainer's speed: '812 tokens/s, 0.65 TFLOP/s, MFU 41%'; MFU only where the ranks' peak is known."""
     tokens, tflops = mean(row.train_tokens_per_s for row in rows), mean(row.train_tflops for row in rows)
     if tokens is None:
@@ -180,7 +207,7 @@ def trainer_speed(rows: Sequence[MetricsRow]) -> str:
     return ", ".join([*words, *([f"MFU {percent(mfu)}"] if mfu is not None else [])])
 
 
-def cost(rows: Sequence[MetricsRow]) -> list[tuple[str, str]]:
+def cost(rows: Sequence[StepFigures]) -> list[tuple[str, str]]:
     """Return the cost of the finished steps as a (label, value) pair; [] if the cluster file has no prices."""
     priced = [(row.usd, row.samples_total or 0) for row in rows if row.usd is not None]
     if not priced:

@@ -83,9 +83,13 @@ def parse_row(model: type[AnyRow], line: bytes) -> AnyRow | None:
 def parse_briefly(brief: type[Brief], model: type[StepRow], line: bytes) -> Brief | None:
     """Return a part of the row of one line, which is not validated as a whole; else like `parse_row`."""
     try:
-        return msgspec.json.decode(line, type=brief)
-    except (ValueError, RecursionError):  # an earlier version may have written what only `parse_row` takes
-        row = parse_row(model, line)
+        part = msgspec.json.decode(line, type=brief)
+        values = [getattr(part, name) for name in brief.__struct_fields__]
+        if finite(values) == values:
+            return part
+    except (ValueError, RecursionError):
+        pass
+    row = parse_row(model, line)  # an earlier version, or somebody else, may have written what only that takes
     return None if row is None else brief(**{name: getattr(row, name) for name in brief.__struct_fields__})
 
 

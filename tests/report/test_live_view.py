@@ -11,13 +11,14 @@ import pytest
 from rich.console import Console
 
 from streamrl.controller.length_counts import length_counts
-from streamrl.report.live_view import LiveView, PlainLines
+from streamrl.report.live_view import KEPT_STEPS, LiveView, PlainLines
 from streamrl.report.panels import render, step_line
 from streamrl.report.run_data import load_run
 from streamrl.report.run_report import build_report
 from streamrl.report.site_view import SiteView
 from streamrl.report.summary import bars, duration, headline_figures, number
 from streamrl.report.terminal import TextConsole
+from streamrl.run_dir import appended_lines
 from streamrl.run_dir.evaluations import EvaluationRow, read_evaluations
 from streamrl.run_dir.jsonl import RowWriter
 from streamrl.run_dir.metrics import MetricsRow, read_metrics
@@ -427,6 +428,48 @@ def test_a_resumed_run_does_not_tell_old_steps_again_but_tells_redone_ones(make_
         view.refresh()
         (line,) = [line for line in screen.take() if line.startswith("step")]
         assert line.startswith("step 6/20  reward 0.50 (+0.20)")
+
+
+def test_a_view_of_a_long_run_holds_few_rows_and_shows_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(appended_lines, "READ_AT_ONCE", 40 * len(make_row(1).model_dump_json()))
+    changes = {"usd": 0.25, "usd_per_1k_samples": 2.0}
+
+    def append(first: int, last: int) -> None:
+        with RowWriter(tmp_path / "metrics.jsonl", MetricsRow) as metrics:
+            for step in range(first, last + 1):
+                refused = "a loss is nan" if step in (3, 300) else None
+                metrics.append(make_row(step, step_refused=refused, **changes))
+        write_status(tmp_path, make_status(last, 900, START + 30 + STEP_S * last))
+
+    append(1, 200)
+    log, picture = Screen(terminal=False), Screen(terminal=True, width=120, height=100)
+    told: list[str] = []
+    plain, drawn = log.view(tmp_path), picture.view(tmp_path)
+    with plain, drawn:
+        for first, last in ((201, 201), (202, 500), (501, 502)):
+            append(first, last)
+            told += [line for line in log.take()]
+            plain.refresh()
+            drawn.refresh()
+            assert len(plain._steps.rows) <= KEPT_STEPS >= len(drawn._steps.rows)
+        with RowWriter(tmp_path / "metrics.jsonl", MetricsRow) as metrics:
+            metrics.rewind(400)  # the run is resumed
+            metrics.append(make_row(401, reward_mean=0.7, time=START + 99999, **changes))
+        plain.refresh()
+        drawn.refresh()
+        assert len(plain._steps.rows) <= KEPT_STEPS
+        told += log.take()
+        steps = [int(line.split()[1].split("/")[0]) for line in told if line.startswith("step ")]
+        assert steps == [*range(201, 503), 401]
+        shown = " ".join(" ".join(picture.take()).split())
+        assert "100.2 USD for the finished steps, 2 per 1,000 samples" in shown
+        assert "step 300: a loss is nan (2 in this run)" in shown
+    plain.summary()
+    rows = read_metrics(tmp_path / "metrics.jsonl")
+    said = [line for line in log.take() if line.startswith("  ")]
+    assert said[: len(headline_figures(rows))] == [f"  {what:<28}{value}" for what, value in headline_figures(rows)]
 
 
 def test_a_view_knows_what_holds_up_the_end_of_its_run_once_it_has_read_it(tmp_path: Path) -> None:
