@@ -118,6 +118,7 @@ class Controller:
             *(self.hub, self.waits, services, context.cluster, self.services.excluded),
             *(self.telemetry, context.run_dir),
         )
+        self.hub.passing = lambda speaker: speaker.role == "operator"
         self.hub.can_lose = lambda speaker: speaker.name in {*self.services.excluded, *self.rewarders.excluded}
         self.weight_calls = WeightCalls(self.hub, self.services, self.trainers.names[0])
         self.trainers.progress["publish"] = lambda: self.weight_calls.since_sign_s

@@ -22,7 +22,7 @@ class Replacements:
 
     run: RunConfig
     _charged: Counter[int] = field(default_factory=Counter)
-    """Number of replacements by step."""
+    """Number of replacements by step, from the current one on."""
 
     def replaces(self, group: Group, batch: StepBatch, issued: int) -> bool:
         """Return whether another group takes the place of a complete one, which is then never trained.
@@ -45,6 +45,8 @@ class Replacements:
         size = self.run.batch.prompts_per_step
         limit = self.run.algorithm.most_replaced(size)
         last = max(step, -(-issued // size))
+        for ended in [number for number in self._charged if number < step]:
+            del self._charged[ended]
         for number in range(step, last + 1):
             if self._charged[number] < limit:
                 self._charged[number] += 1

@@ -51,7 +51,7 @@ class Spending:
             self._changes.append((now, dict(prices)))
 
     def between(self, start: float, end: float) -> Costs:
-        """Return the USD spent between two times; what cost nothing is left out."""
+        """Return the USD spent between two times, neither before the last `of_step`; what cost nothing is left out."""
         ends = [then for then, _ in self._changes[1:]] + [float("inf")]
         costs: Costs = {}
         for (since, prices), until in zip(self._changes, ends, strict=True):
@@ -65,4 +65,7 @@ class Spending:
     def of_step(self, began: float, now: float) -> Costs:
         """Return the USD spent on the step that ends now: since the last one, on the first one since it `began`."""
         start, self._counted = began if self._counted is None else self._counted, now
-        return self.between(start, now)
+        costs = self.between(start, now)
+        while len(self._changes) > 1 and self._changes[1][0] <= now:  # no later step asks for them
+            del self._changes[0]
+        return costs

@@ -65,6 +65,8 @@ class WeightCanary:
         """Number of the first version that the trainer has measured."""
         self._agreed: set[int] = set()
         self._differed: set[int] = set()
+        self._verified_before = 0
+        """Number of versions verified of those that are no longer remembered."""
         self.comparisons = 0
         self.worst: float | None = None
         """Largest mean |difference| so far, nats."""
@@ -78,7 +80,7 @@ class WeightCanary:
     @property
     def verified(self) -> int:
         """Number of versions on which every instance heard of agrees with the trainer."""
-        return len(self._agreed - self._differed)
+        return self._verified_before + len(self._agreed - self._differed)
 
     def trainer_measured(self, number: int, measured: Measured) -> list[Mismatch]:
         """Record the trainer's canary of a version; return the mismatches that this shows."""
@@ -88,6 +90,10 @@ class WeightCanary:
         for kept in (*by_version, self._expected, self._reported):
             for old in [n for n in kept if n <= number - HISTORY]:
                 del kept[old]
+        for old in [n for n in self._agreed | self._differed if n <= number - HISTORY]:
+            self._verified_before += old in self._agreed and old not in self._differed
+            self._agreed.discard(old)
+            self._differed.discard(old)
         waiting = self._uncompared.pop(number, {})
         return [found for name, one in waiting.items() if (found := self._compare(number, name, one))]
 

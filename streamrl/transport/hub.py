@@ -60,6 +60,8 @@ from streamrl.transport.wire import (
 
 log = logging.getLogger(__name__)
 
+FORGOTTEN_AFTER_S = 60.0
+"""Seconds of silence after which a peer that comes and goes is forgotten."""
 MOST_ENDED = 1000
 """Ended sessions that a hub remembers."""
 LOOK_AGAIN_S = 0.1
@@ -102,6 +104,8 @@ class Hub(Endpoint):
         """Returns what is kept of the state in a heartbeat; one for which it raises `MalformedMessage` is refused."""
         self.can_lose: Callable[[Speaker], bool] = lambda speaker: False
         """Says whether the owner can do without a peer that has fallen silent; if so, its silence ends nothing."""
+        self.passing: Callable[[Speaker], bool] = lambda speaker: False
+        """Says whether a peer comes and goes, as a command does, and is forgotten if it falls silent."""
         self.forwards_hellos = False
         """Whether the owner gets a delivery of kind "hello" for each new session of a peer."""
         self.refused_peers = 0
@@ -445,6 +449,9 @@ class Hub(Endpoint):
             for peer in list(self.peers.values()):
                 peer.last_seen += stalled
                 silent = now - peer.last_seen
+                if silent > FORGOTTEN_AFTER_S and self.passing(peer.speaker):  # it was killed before its goodbye
+                    self._forget(peer)
+                    continue
                 if silent > peer.flow.lost_after_s and not peer.lost:
                     peer.lost = True
                     lost = f"{peer.name} {peer.flow.silence(silent)} (seen by {self.name})"

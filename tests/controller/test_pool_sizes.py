@@ -403,6 +403,19 @@ def test_steps_cost_what_was_spent_between_their_ends_however_long_they_are_said
     assert costs == [{"home": {"trainer": pytest.approx(usd)}} for usd in (1.0, 1.0, 1.5)]
 
 
+def test_prices_of_steps_that_are_counted_are_forgotten() -> None:
+    spending, whole = Spending({("home", "trainer"): 3600.0}), Spending({("home", "trainer"): 3600.0})
+    for step in range(1, 101):
+        for change in (0.0, 4.0):
+            prices = {("home", "trainer"): 3600.0 * (step + change)}
+            for one in (spending, whole):
+                one.change(10.0 * step + change, prices)
+        began, ended = 10.0 * step - 2.0, 10.0 * step + 8.0
+        assert spending.of_step(began, ended) == whole.between(began, ended)
+        assert len(spending._changes) == 1
+    assert spending.usd_per_hour == whole.usd_per_hour and len(whole._changes) == 200
+
+
 def test_a_row_names_pools_instead_of_more_instances_than_it_has_room_for() -> None:
     names = {f"far-1-tail-{index}": 0.5 for index in range(3)} | {"far-1-spot-2-0": 0.25, LINK: 2.0}
     costs = {"home": {"trainer": 1.0, "service-home": 0.125}, "far-1": names}

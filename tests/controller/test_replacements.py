@@ -44,6 +44,16 @@ def test_where_samples_are_not_compared_one_survivor_is_enough(algorithm: dict[s
     assert replaces(run, pool, "b", [None, None])
 
 
+def test_replacements_of_steps_that_have_ended_are_forgotten() -> None:
+    run = config(2, name="dapo", max_replaced=0.5)
+    replacements = Replacements(run)
+    for step in range(1, 51):
+        # one each for this step, unless the step before has charged it, and for the next
+        charged = [replacements._charge(step, issued=2 * (step + 1)) for _ in range(3)]
+        assert charged == [True, step == 1, False]
+        assert set(replacements._charged) <= {step, step + 1}
+
+
 def test_groups_of_equal_rewards_are_kept_without_dynamic_sampling() -> None:
     assert not replaces(config(2), pool_of("a"), "a", [1.0, 1.0])
 

@@ -126,6 +126,13 @@ def test_old_versions_are_forgotten() -> None:
         one.trainer_measured(number, measured())
     assert one.verified == 3 * HISTORY and len(one._of_trainer) == HISTORY
     assert len(one._measured) <= HISTORY + 1
+    one.instance_measured(3 * HISTORY - 2, "b", measured(0.5))
+    one.instance_measured(3 * HISTORY - 1, "b", measured())
+    for number in range(3 * HISTORY, 5 * HISTORY):
+        one.instance_measured(number, "a", measured(0.5))
+        one.trainer_measured(number, measured())
+    assert one.verified == 3 * HISTORY - 1
+    assert len(one._agreed) + len(one._differed) <= HISTORY
 
 
 def test_the_canary_fits_any_context_and_has_a_prompt_and_a_completion() -> None:

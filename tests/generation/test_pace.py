@@ -172,6 +172,10 @@ def test_instances_of_one_kind_share_their_mean_correction_and_others_do_not() -
     for name, pool in (("a-0", "a"), ("b-1", "b")):
         assert curves.simulated(name, pool, 4).curve.seconds == pytest.approx(CURVE.scaled(3.0).seconds)
     assert curves.simulated("c-0", "c", 4).curve == CURVE
+    for name in ("a-1", "b-1", "a-2"):  # what has left no longer counts
+        curves.worked(name, name[0], CURVE.scaled(7.0))
+        curves.forget(name)
+        assert curves.simulated("a-0", "a", 4).curve.seconds == pytest.approx(CURVE.scaled(3.0).seconds)
     curves.worked("a-0", "a", CURVE.scaled(4.0))  # in place of what it has told before
     assert curves.simulated("b-0", "b", 4).curve.seconds == pytest.approx(CURVE.scaled(4.0).seconds)
 

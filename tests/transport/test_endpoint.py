@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -16,6 +17,7 @@ import zmq.asyncio
 from streamrl.errors import RunFailed
 from streamrl.transport import delivery as delivery_module
 from streamrl.transport import endpoint_base
+from streamrl.transport import hub as hub_module
 from streamrl.transport import link as link_module
 from streamrl.transport.deadlines import DeadlineExpired, WaitRegistry
 from streamrl.transport.endpoint import Flow, Hub, Link, PeerLost, Refused
@@ -244,6 +246,26 @@ def test_a_silent_peer_is_reported_with_its_name(monkeypatch: pytest.MonkeyPatch
             task.cancel()
         with pytest.raises(PeerLost, match="peer has been silent"):
             await hub.receive()
+        await hub.close()
+
+    run(body)
+
+
+def test_a_command_that_was_killed_is_forgotten_and_one_that_is_heard_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(endpoint_base, "HEARTBEAT_S", 0.1)
+    monkeypatch.setattr(hub_module, "FORGOTTEN_AFTER_S", scaled(0.8))
+
+    async def body(address: str) -> None:
+        hub = hub_at(address, flow=Flow(lost_after_s=math.inf))
+        hub.passing = lambda speaker: speaker.name != "process"
+        killed, heard, process = [await link_to(address, name) for name in ("killed", "heard", "process")]
+        for link in (killed, process):
+            for task in link._tasks:
+                task.cancel()
+        await until(lambda: set(hub.peers) == {"heard", "process"}, scaled(10))
+        assert len(hub._routes) == 2
+        await holds(lambda: set(hub.peers) == {"heard", "process"}, 1.2)
+        await heard.close()
         await hub.close()
 
     run(body)

@@ -369,6 +369,7 @@ class SiteFleet:
         life.on("left")
         del self.lives[life.name]
         self._causes.pop(life.name, None)  # a new one may get its number
+        self.curves.forget(life.name)
         log.info("%s has left", life.name)
         self._reconcile()
         await self.changed()

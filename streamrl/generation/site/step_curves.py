@@ -34,6 +34,8 @@ class FleetCurves:
         self._pools = pools
         self._measured: list[tuple[str, StepCurve, bool]] = []
         self._worked: dict[str, tuple[str, StepCurve, bool]] = {}
+        self._gone: set[str] = set()
+        """Instances that have left, whose work is all that is known of their kind."""
 
     def measured(self, pool: str, curve: StepCurve, doubts: str = "") -> None:
         """Add the curve that an instance of a pool measured as it started, and why it is doubtful ('': it is not)."""
@@ -70,6 +72,22 @@ class FleetCurves:
         doubtful ones only.
         """
         self._worked[name] = pool, curve, doubtful
+        self._gone.discard(name)
+        self._forget_gone()
+
+    def forget(self, name: str) -> None:
+        """Forget the curve of an instance that has left, as soon as work of others of its kind shows one as sound."""
+        if name in self._worked:
+            self._gone.add(name)
+            self._forget_gone()
+
+    def _forget_gone(self) -> None:
+        for name in sorted(self._gone):
+            pool, _, doubtful = self._worked[name]
+            others = [one for other, one in self._worked.items() if other != name]
+            if self._alike(others, pool, sound=not doubtful):
+                del self._worked[name]
+                self._gone.discard(name)
 
     def simulated(self, name: str, pool: str, slots: int) -> SimulatedInstance:
         """Return an instance with the step times of its kind."""
