@@ -8,6 +8,8 @@ resumed run).
 from __future__ import annotations
 
 import contextlib
+import math
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, fields
@@ -56,6 +58,11 @@ OUTCOMES = ("trained", "void", "dropped", "masked", "skipped")
 MOST_PAGE = 500
 MOST_POINTS = 4_000
 """Most samples in the picture of predicted against actual lengths."""
+SETTLED_S = 2.0
+"""Seconds after which a folder whose time of change is the same has got no file at that very time: a clock of files may
+tick 100 times a second only."""
+LIST_EVERY_S = 10.0
+"""Seconds after which the files of a folder that has not changed are looked at all the same: one may be rewritten."""
 KEPT_SELECTIONS = 16
 MOST_OTHERS = 200
 """Most groups that are offered to be compared with one."""
@@ -137,6 +144,10 @@ class SampleTable:
         """What is said of a file that cannot be read."""
         self._files: dict[Path, tuple[Mark, int]] = {}
         """What tells each looked-at file's contents apart, and its number of samples, in the files' order."""
+        self._stamp: tuple[int, int] | None = None
+        """What tells contents of the folder apart, as its files were last looked at; None: some wait to be."""
+        self._stamp_since = self._listed = -math.inf
+        """When the folder had this stamp first, and when its files were last looked at, in monotonic seconds."""
         self._table = HELD.empty_table()
         self._selections: OrderedDict[SampleFilter, npt.NDArray[np.int64]] = OrderedDict()
         self._search = TextSearch()
@@ -148,26 +159,51 @@ class SampleTable:
 
     def look(self) -> pa.Table:
         """Read new and replaced files, forget deleted ones, and return the table."""
+        self.look_for(math.inf)
+        return self._table
+
+    def look_for(self, limit_s: float) -> bool:
+        """Do as `look`, but begin no further file after some seconds; return whether all files are read.
+
+        One is read in any case: whoever calls it again and again sees the end.
+        """
+        if (untrained := self._says_untrained()) != self._untrained:
+            self._untrained = untrained
+            self._selections.clear()
+        stamp, now = self._stamp_of_folder(), time.monotonic()
+        is_settled = self._listed - self._stamp_since >= SETTLED_S and now - self._listed < LIST_EVERY_S
+        before, self._stamp = self._stamp, None
+        if stamp is not None and stamp == before and is_settled and not self._notes:
+            self._stamp = before
+            return True
         marks: dict[Path, Mark] = {}
         names = plain_names(self.folder, below=self.folder.parent)
         for path in (self.folder / name for name in names if step_of(name) is not None):
             with contextlib.suppress(FileNotFoundError):  # deleted by a resumed run since the listing
                 stat = path.lstat()
                 marks[path] = stat.st_ino, stat.st_size, stat.st_mtime_ns
-        if (untrained := self._says_untrained()) != self._untrained:
-            self._untrained = untrained
-            self._selections.clear()
         kept = 0
         for (path, mark), (known, (known_mark, _)) in zip(marks.items(), self._files.items(), strict=False):
             if (path, mark) != (known, known_mark) or (path in self._notes and len(self._read(path, kept))):
                 break
             kept += 1
         if not kept == len(marks) == len(self._files):
-            self._read_from(kept, marks)
-        return self._table
+            self._read_from(kept, marks, time.monotonic() + limit_s)
+        if len(self._files) < len(marks):
+            return False
+        self._stamp, self._listed = stamp, now
+        if stamp != before:
+            self._stamp_since = now
+        return True
 
-    def _read_from(self, kept: int, marks: dict[Path, Mark]) -> None:
-        """Keep the samples of the first `kept` files, and read those of the others."""
+    def _stamp_of_folder(self) -> tuple[int, int] | None:
+        with contextlib.suppress(OSError):
+            stat = self.folder.lstat()
+            return stat.st_ino, stat.st_mtime_ns
+        return None
+
+    def _read_from(self, kept: int, marks: dict[Path, Mark], until: float) -> None:
+        """Keep the samples of the first `kept` files, and read those of the others, as many as begin before `until`."""
         files = dict(list(self._files.items())[:kept])
         self._notes = {path: note for path, note in self._notes.items() if path in files}
         known = self._table.slice(0, sum(count for _, count in files.values()))
@@ -179,6 +215,8 @@ class SampleTable:
             # Each is at least twice as long as the next one, so that a row is copied a few times, not with each file.
             while len(batches) > 1 and len(batches[-2]) < 2 * len(batches[-1]):
                 batches[-2:] = [pa.concat_batches(batches[-2:])]
+            if time.monotonic() >= until:
+                break
         self._files, self._table = files, pa.Table.from_batches(batches, HELD)
         self._selections.clear()
 

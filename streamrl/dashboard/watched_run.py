@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -29,6 +30,11 @@ from streamrl.run_dir.appended_lines import newest_row
 from streamrl.run_dir.metrics import MetricsRow
 from streamrl.run_dir.trace_spans import TraceSpans
 
+SLICE_S = 0.2
+"""Seconds after which a look at new files of samples lets others use their run."""
+PAUSE_S = 0.002
+"""Seconds for others to begin: a lock that is taken again at once is nobody else's in between."""
+
 
 class WatchedRun:
     """One run folder with what was read of it; `lock` is held while a part of it is used."""
@@ -42,6 +48,17 @@ class WatchedRun:
         self._decoder: tuple[Decoder | None, str] | None = None
         self._places: tuple[str | None, Path | None] = None, None
         """Where the decoder was looked for: the configuration, and the newest checkpoint."""
+
+    def read_samples(self) -> None:
+        """Read the files of samples that are new, in slices: of a long run, all of them take a minute.
+
+        Others may use the run in between.
+        """
+        while True:
+            with self.lock:
+                if self.samples.look_for(SLICE_S):
+                    return
+            time.sleep(PAUSE_S)
 
     def summary(self, now: float) -> dict[str, Any]:
         """Return one line of the list of runs."""

@@ -71,6 +71,8 @@ def make_app(runs: WatchedRuns, charts: Path) -> Starlette:
         if run is None:
             return _problem(404, "there is no such run here (yet)")
         try:
+            if view in (_samples, _lengths, _sample, _group):
+                run.read_samples()
             # some views read nothing but the folder, and one of them takes half a second
             with nullcontext() if view in (_state, _why_stuck) else run.lock:
                 found = view(run, dict(request.query_params))

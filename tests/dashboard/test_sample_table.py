@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from streamrl.dashboard.sample_table import OUTCOMES, SampleFilter, SampleTable,
 from streamrl.dashboard.text_search import TextSearch
 from streamrl.errors import UserError
 from tests.dashboard.samples import a_sample, write_samples
+from tests.stepped_clock import SteppedClock
 
 VOID = {"reward": None, "void_cause": "timeout", "reward_error": "no answer", "advantage": None, "t_trained": None}
 DROPPED = {"t_trained": None, "advantage": None}
@@ -116,6 +118,51 @@ def test_a_file_is_read_once(table: SampleTable, tmp_path: Path, monkeypatch: py
     path = write_samples(tmp_path, 3, [a_sample("d.0", step=3)])
     table.look()
     assert read == [path]
+
+
+def test_new_files_are_read_in_slices_to_the_same_table(tmp_path: Path) -> None:
+    for step in range(1, 8):
+        write_samples(tmp_path, step, [a_sample(f"s{step}.{number}", step=step) for number in range(step)])
+    whole, sliced = SampleTable(tmp_path), SampleTable(tmp_path)
+    whole.look()
+    assert [sliced.look_for(-1.0) for _ in range(8)] == [False] * 6 + [True] * 2
+    assert sliced.look().equals(whole.look()) and ids(sliced) == ids(whole)
+    assert sliced.place(27) == whole.place(27)
+    write_samples(tmp_path, 3, [a_sample("new.0", step=3)])
+    assert [sliced.look_for(-1.0) for _ in range(5)] == [False] * 4 + [True]
+    assert sliced.look().equals(whole.look()) and ids(sliced) == ids(whole)
+
+
+def test_files_of_a_folder_that_has_not_changed_are_seldom_looked_at(
+    table: SampleTable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, listed, plain_names = SteppedClock(), [], sample_table.plain_names
+    monkeypatch.setattr(sample_table, "time", clock)
+
+    def names(folder: Path, **options: Any) -> list[str]:
+        listed.append(clock.monotonic())
+        return plain_names(folder, **options)
+
+    monkeypatch.setattr(sample_table, "plain_names", names)
+    fresh = SampleTable(tmp_path)
+    for _ in range(30):
+        fresh.look()
+        clock.sleep(1.0)
+    began = listed[0]
+    assert [at - began for at in listed] == [0, 1, 2, 12, 22]
+    write_samples(tmp_path, 3, [a_sample("d.0", step=3)])
+    fresh.look()
+    assert fresh.find("d.0") is not None
+    clock.sleep(3.0)
+    fresh.look()
+    mark = tmp_path.stat()
+    (tmp_path / "step_000003.parquet").unlink()
+    os.utime(tmp_path, ns=(mark.st_atime_ns, mark.st_mtime_ns))  # as a change that its time does not show
+    fresh.look()
+    assert fresh.find("d.0") is not None
+    clock.sleep(10.0)
+    fresh.look()
+    assert fresh.find("d.0") is None
 
 
 def test_many_samples_take_a_hundred_bytes_each_and_are_not_copied_with_every_step(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from typing import NoReturn
 import pytest
 from starlette.testclient import TestClient
 
+from streamrl.dashboard import watched_run
 from streamrl.dashboard.access import AccessGuard, host_of_header, is_loopback
 from streamrl.dashboard.watched_run import WatchedRun, WatchedRuns
 from streamrl.dashboard.web_app import STATIC, make_app
@@ -110,6 +111,27 @@ def test_what_equal_rewards_mean_is_read_from_the_runs_configuration(folder: Pat
     client = client_of(folder)
     assert client.get("/api/runs/demo/sample?id=f.0").json()["why"].endswith(says)
     assert client.get("/api/runs/demo/group?id=f").json()["members"][1]["why"].endswith(says)
+
+
+def test_others_may_use_a_run_while_its_many_files_of_samples_are_read(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watched_run, "SLICE_S", -1.0)
+    for step in range(10, 20):
+        write_samples(folder / "demo" / "rollouts", step, [a_sample(f"f{step}.0", step=step)])
+    run = WatchedRun("demo", folder / "demo")
+    held: list[int] = []
+
+    class Lock:
+        def __enter__(self) -> None:
+            held.append(run.samples._table.num_rows)
+
+        def __exit__(self, *error: object) -> None:
+            pass
+
+    run.lock = Lock()  # type: ignore[assignment]
+    run.read_samples()
+    assert len(held) == len(set(held)) == 13 and run.samples.look().num_rows == held[-1] + 1
 
 
 def test_whether_cut_samples_have_a_loss_is_read_from_the_runs_configuration(folder: Path) -> None:

@@ -36,6 +36,7 @@ from streamrl.run_dir.site_status import starting, write_site
 from streamrl.run_dir.status import write_status
 from streamrl.runtime.process_plan import ProcessSpec, Role
 from streamrl.runtime.processes import is_alive, this_host
+from tests.stepped_clock import SteppedClock
 from tests.waiting import scaled, wait_for
 
 QUICKLY = {"pause_s": 0.0, "restarts": 2}
@@ -499,19 +500,6 @@ class HangingProcess(RunProcess):
 
     def finish_kill(self, limit_s: float) -> None:
         self.clock.sleep(limit_s)
-
-
-class SteppedClock:
-    """A clock that only sleep moves."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def monotonic(self) -> float:
-        return self.now
-
-    def sleep(self, seconds: float) -> None:
-        self.now += seconds
 
 
 @pytest.mark.parametrize("count", [1, 2, 1000])
