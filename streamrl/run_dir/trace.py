@@ -27,8 +27,8 @@ from streamrl.run_dir.appended_lines import parse_event
 from streamrl.run_dir.jsonl import append_whole, finite
 
 PID = 1
-READ_AT_ONCE = 128 << 10
-"""Bytes in memory while an existing file is read."""
+READ_AT_ONCE = 32 << 10
+"""Bytes of an existing file that are read in one piece."""
 _ORIGIN_KEY = "origin_unix_s"
 _BEGINS = b'{"name": '
 """What every event begins with."""
@@ -47,6 +47,30 @@ def trace_origin(events: list[Event]) -> float | None:
             value = event.get("args", {}).get(_ORIGIN_KEY)
             return float(value) if value is not None else None
     return None
+
+
+def _blocks(path: Path) -> Iterator[bytes]:
+    """Yield a file in blocks of whole lines; the last one may lack its end."""
+    parts: list[bytes] = []
+    with path.open("rb") as file:
+        while chunk := file.read(READ_AT_ONCE):
+            if cut := chunk.rfind(b"\n") + 1:
+                yield b"".join([*parts, chunk[:cut]])
+                parts = []
+            parts.append(chunk[cut:])
+    if rest := b"".join(parts):
+        yield rest
+
+
+def _are_spans(block: bytes) -> bool:
+    """Return whether all lines of a block, or the one, are whole events of spans, and others follow them."""
+    return (
+        block.startswith(_BEGINS)
+        and block.endswith(_SPAN_ENDS)
+        and block.count(b"\n") == block.count(_SPAN_ENDS + _BEGINS) + 1
+        and block.count(b"{") == block.count(b"}")  # else one may be cut behind an inner brace
+        and _METADATA not in block
+    )
 
 
 class TraceWriter:
@@ -79,28 +103,32 @@ class TraceWriter:
     def _open_existing(self, path: Path) -> None:
         """Cut what follows the last whole event, and take over origin and tracks.
 
-        A trace may have tens of millions of lines: one at a time is in memory, and of spans only the ends are looked
+        A trace may have tens of millions of lines: few are in memory at a time, and of spans only the ends are looked
         at, as parsing them would take minutes.
         """
         if not path.exists():
             return
         metadata: list[Event] = []
         offset = end = 0
-        with path.open("rb", buffering=READ_AT_ONCE) as lines:
-            for line in lines:
-                if offset and line.endswith(_SPAN_ENDS) and line.startswith(_BEGINS) and _METADATA not in line:
+        for block in _blocks(path):
+            if offset and _are_spans(block):
+                offset += len(block)
+                end = offset - 2
+                continue
+            for line in block.splitlines(keepends=True):
+                if offset == 0:
+                    whole = line.rstrip() == b"["
+                    end = int(whole)
+                elif _are_spans(line):
                     end = offset + len(line) - 2
-                elif offset == 0:
-                    if line.rstrip() != b"[":
-                        break
-                    end = 1
-                elif (event := parse_event(line)) is not None:
+                elif whole := (event := parse_event(line)) is not None:
                     end = offset + len(line.rstrip(b",\n"))
-                    if event.get("ph") == "M":
-                        metadata.append(event)
-                else:  # the bracket, or an event that is not whole
+                    metadata += [event] if event.get("ph") == "M" else []
+                if not whole:  # the bracket, or an event that is not whole
                     break
                 offset += len(line)
+            if not whole:
+                break
         os.truncate(path, end)
         self._empty = end <= 1
         self._origin = trace_origin(metadata)

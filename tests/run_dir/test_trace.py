@@ -131,7 +131,9 @@ def test_a_large_trace_is_opened_again_without_parsing_its_spans(
     path, parsed = tmp_path / "trace.json", []
     trace = TraceWriter(path)
     for number in range(500):
-        trace.async_span(f"here-{number // 250}", "sample", START + number, START + number + 1, f"s{number}", text="}}")
+        trace.async_span(
+            f"here-{number // 250}", "sample", START + number, START + number + 1, f"s{number}", text="}}{{"
+        )
         trace.span("trainer", '"ph": "M"', START + number, START + number + 1)
     if closed:
         trace.close()
@@ -148,6 +150,23 @@ def test_a_large_trace_is_opened_again_without_parsing_its_spans(
     assert len(metadata) == 7 and len(parsed) == len(metadata) + 1 + closed  # and the last event, and the bracket
     events = json.loads(path.read_text())
     assert events[:-1] == before and events[-1]["tid"] == metadata[-2]["tid"]
+
+
+@pytest.mark.parametrize("read_at_once", [64, 1 << 20])
+def test_an_event_that_is_cut_behind_an_inner_brace_ends_the_trace(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, read_at_once: int
+) -> None:
+    monkeypatch.setattr(trace_module, "READ_AT_ONCE", read_at_once)
+    path = tmp_path / "trace.json"
+    with TraceWriter(path) as trace:
+        for number in range(9):
+            trace.span("trainer", "step", START + number, START + number + 1, of={"a": {"b": number}})
+    content, before = path.read_bytes(), events_of(path)
+    TraceWriter(path).close()
+    assert path.read_bytes() == content
+    path.write_bytes(content.replace(b'{"b": 5}}}},', b'{"b": 5}}},'))
+    TraceWriter(path).close()
+    assert json.loads(path.read_text()) == before[:8]
 
 
 @pytest.mark.parametrize("ending", ["closed", "open", "cut", "empty"])
