@@ -16,7 +16,7 @@ whatever the set at that t does not use is *released*. For cost, t runs over a g
 `FINE` around the best: a set for t costs no more than one for any smaller t, so no plan is cheaper by more than a
 coarse step. Under synchronous schedules the times of the stages add up, and under `stream` in part: for every number of
 trainer GPUs (if many, a geometric selection of `SYNC_SIZES`, then all around the best) the best generation beside it is
-found.
+found. Their steps wait for new weights as well, so it is sought again without the offers whose weights come last.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from typing import Literal
 
 import numpy as np
 
-from scheduler.capacity.covering import Choice, Cover, Replicas, generation_seconds, least_time
+from scheduler.capacity.covering import LONGEST_STEP_S, Choice, Cover, Replicas, generation_seconds, least_time
 from scheduler.cost.generation_cost import (
     Batch,
     ReplicaKind,
@@ -52,6 +52,8 @@ COARSE, FINE = 1.03, 1.002
 SYNC_SIZES, SYNC_KEPT = 32, 64
 """Number of trainer sizes that a synchronous schedule tries, and number of splits of each trainer that are
 evaluated."""
+NEAR = 0.001
+"""Share of the training's seconds by which weights of two offers may come apart and count as coming together."""
 SLOWER = tuple(1.15**k for k in range(40))
 """Generation times that a synchronous schedule tries for the cheapest plan, as multiples of the shortest one."""
 DELTA_RATIO = 70.0
@@ -163,6 +165,20 @@ class Problem:
         """Bytes of a version that are sent to one remote site."""
         return self.model.weight_bytes / self.delta_ratio
 
+    def transfer_s(self, offer: int, home: str) -> float:
+        """Return the seconds of a version from the site that trains to all GPUs of an offer; infinite: no link.
+
+        One copy goes over the link. From one machine of a site to the others, and there to every GPU, broadcasts are
+        pipelined, over each machine's whole network and its fast links.
+        """
+        site, device = self.offers[offer].site, self.offers[offer].device
+        route = None if site == home else self.route(home, site)
+        if site != home and route is None:
+            return math.inf
+        over = 0.0 if route is None else route.weight_seconds(self.sent_bytes)
+        network = device.per_machine * device.network_gbit_s * 1e9 / 8
+        return over + self.model.weight_bytes * (1 / network + 2 / (device.link_gb_s * 1e9))
+
     @property
     def sample_bytes(self) -> float:
         """Bytes of a whole batch that comes back from remote sites."""
@@ -227,16 +243,25 @@ class Allocator:
         place = bisect_left(times, -deadline, key=lambda one: -math.inf if one is None else -one.seconds)
         return times[place] if place < len(times) else None
 
-    def cover(self, trainer: int, time: TrainerTime, deadline: float) -> tuple[float, tuple[Replicas, ...]] | None:
-        """Return the cheapest generation beside a trainer: USD per hour with traffic, and the replicas."""
-        return self._to_cover(trainer, time, deadline).solve()
+    def cover(
+        self, trainer: int, time: TrainerTime, deadline: float, transfer_s: float | None = None
+    ) -> tuple[float, tuple[Replicas, ...]] | None:
+        """Return the cheapest generation beside a trainer: USD per hour with traffic, and the replicas.
+
+        Args:
+            trainer: index of the offer that trains.
+            time: the trainer.
+            deadline: seconds in which the batch is generated.
+            transfer_s: seconds within which new weights come to every replica; None: over the links by the deadline.
+        """
+        return self._to_cover(trainer, time, deadline, transfer_s).solve()
 
     def possible(self, trainer: int, deadline: float) -> bool:
         """Return whether the stages can both end by a deadline, whatever it costs."""
         time = self.smallest(trainer, deadline)
         return time is not None and self._to_cover(trainer, time, deadline).enough
 
-    def _to_cover(self, trainer: int, time: TrainerTime, deadline: float) -> Cover:
+    def _to_cover(self, trainer: int, time: TrainerTime, deadline: float, transfer_s: float | None = None) -> Cover:
         problem, home = self.problem, self.problem.offers[trainer].site
         sites: list[str] = []
         fixed: list[float] = []
@@ -247,7 +272,11 @@ class Allocator:
             beside = time if number == trainer else None
             route = None if offer.site == home else problem.route(home, offer.site)
             between = deadline * problem.sync_every  # versions
-            if offer.site != home and (route is None or route.weight_seconds(problem.sent_bytes) > between):
+            if offer.site != home and route is None:
+                continue
+            if transfer_s is not None and problem.transfer_s(number, home) > transfer_s:
+                continue
+            if transfer_s is None and route is not None and route.weight_seconds(problem.sent_bytes) > between:
                 continue
             usd_per_byte = 0.0 if route is None else route.usd_per_gb / 1e9 * 3600 / deadline
             if offer.site not in sites:
@@ -346,28 +375,56 @@ class Allocator:
         reach = sorted(tried)[max(0, around - 1) : around + 2]
         attempt(range(reach[0], reach[-1] + 1))
         found = sorted((one for some in tried.values() for one in some), key=lambda one: one[0])
-        yield from (split for _, split in found[:SYNC_KEPT])
+        yield from list({split.key: split for _, split in found}.values())[:SYNC_KEPT]
 
     def _beside(self, trainer: int, time: TrainerTime, objective: PlanObjective) -> Iterator[tuple[float, Split]]:
-        """Yield the fastest generation beside a trainer, and for `cost` slower ones.
+        """Yield the fastest generation beside a trainer, and for `cost` slower ones, by how late weights may come.
 
         Each with what is to be small: the seconds of a step, or for `cost` its price, USD per hour times these seconds.
         """
+        problem = self.problem
+        price, home = time.gpus * problem.offers[trainer].usd_per_hour, problem.offers[trainer].site
+        waits = self._waits(home, NEAR * time.seconds * problem.sync_every)
+        if not waits:
+            return
+        shortest = self._affordable_s(trainer, time, waits[-1])
+        tried: set[tuple[object, ...]] = set()
+        for place, wait in enumerate(waits):
+            least = shortest if wait == waits[-1] else self._affordable_s(trainer, time, wait)
+            if not math.isfinite(least):
+                continue
+            for slower in SLOWER if objective == "cost" else (1.0,):
+                found = self.cover(trainer, time, least * slower, wait)
+                if found is None:
+                    continue
+                split = Split(trainer, time, found[1])
+                weights_s = max(problem.transfer_s(one.offer, home) for one in found[1])
+                if split.key in tried or (place and weights_s <= waits[place - 1]):
+                    continue  # one as good was found at a shorter time, or without the offers that this set adds
+                tried.add(split.key)
+                seconds = following_seconds(self.schedule, split, least * slower, problem.batch)
+                seconds += weights_s / problem.sync_every
+                yield (found[0] + price) * seconds if objective == "cost" else seconds, split
+            # offers whose weights come later save no more of generation than it still takes beyond the shortest
+            later = waits[min(place + 1, len(waits) - 1)] - wait
+            if objective == "throughput" and least - shortest <= later / problem.sync_every:
+                return
+
+    def _waits(self, home: str, near: float) -> list[float]:
+        """Return the seconds in which new weights come to offers that generate, each for those that are near it."""
+        every = sorted({self.problem.transfer_s(number, home) for number in self.kinds})
+        every = [one for one in every if one < LONGEST_STEP_S * self.problem.sync_every]
+        return [one for one, after in zip(every, [*every[1:], math.inf], strict=False) if after - one > near]
+
+    def _affordable_s(self, trainer: int, time: TrainerTime, wait: float) -> float:
+        """Return the least seconds of generation beside a trainer that the budget pays; infinite: there are none."""
         price = time.gpus * self.problem.offers[trainer].usd_per_hour
 
         def affordable(t: float) -> bool:
-            found = self.cover(trainer, time, t)
+            found = self.cover(trainer, time, t, wait)
             return found is not None and found[0] + price <= self.problem.budget
 
-        least = least_time(affordable)
-        if not math.isfinite(least):
-            return
-        for slower in SLOWER if objective == "cost" else (1.0,):
-            found = self.cover(trainer, time, least * slower)
-            if found is not None:
-                split = Split(trainer, time, found[1])
-                seconds = following_seconds(self.schedule, split, least * slower, self.problem.batch)
-                yield (found[0] + price) * seconds if objective == "cost" else seconds, split
+        return least_time(affordable)
 
 
 def most_replicas(offer: Offer, tensor_parallel: int, trainer: TrainerTime | None = None) -> int:

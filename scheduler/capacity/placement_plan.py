@@ -25,7 +25,6 @@ from scheduler.capacity.allocation import Allocator, PlanObjective, Problem, Spl
 from scheduler.capacity.covering import LONGEST_STEP_S, Replicas, generation_seconds, least_time
 from scheduler.capacity.steady_step import SteadyStep, steady_step
 from scheduler.cost.generation_cost import Batch, replica_degrees, replica_kind
-from scheduler.cost.hardware import Device
 from scheduler.cost.training_cost import switch_seconds, trainer_times
 from scheduler.schedule.schedules import KINDS
 
@@ -280,13 +279,7 @@ def evaluate(allocator: Allocator, split: Split, objective: PlanObjective = "thr
     makespan = min(LONGEST_STEP_S, least_time(lambda t: sum(_parts(problem, split, t, False)) >= 1))
     steady = min(makespan, least_time(lambda t: sum(_parts(problem, split, t, True)) >= 1))
     home = problem.offers[split.trainer].site
-    transfer = 0.0
-    for one in split.generation:
-        offer = problem.offers[one.offer]
-        route = None if offer.site == home else problem.route(home, offer.site)
-        spread = _spread(problem, offer.device)
-        over = 0.0 if route is None else route.weight_seconds(problem.sent_bytes)
-        transfer = max(transfer, over + spread)
+    transfer = max(problem.transfer_s(one.offer, home) for one in split.generation)
     load = max(one.kind.load_seconds(problem.model) for one in split.generation)
     return PlacementPlan(problem, allocator.schedule, objective, split, makespan, steady, load, transfer)
 
@@ -303,15 +296,6 @@ def _parts(problem: Problem, split: Split, deadline: float, steady: bool) -> lis
             for number in here:
                 parts[number] *= deadline * route.bytes_per_s / problem.sample_bytes / generated
     return parts
-
-
-def _spread(problem: Problem, device: Device) -> float:
-    """Return the seconds to bring a version from one machine of a site to the others, and there to every GPU.
-
-    Broadcasts are pipelined, over each machine's whole network and its fast links.
-    """
-    network = device.per_machine * device.network_gbit_s * 1e9 / 8
-    return problem.model.weight_bytes * (1 / network + 2 / (device.link_gb_s * 1e9))
 
 
 def colocated(problem: Problem, objective: PlanObjective) -> Colocated | None:
