@@ -266,7 +266,9 @@ def gather(
     if run is not None:
         from streamrl.runtime.training_work import work_of
 
-        work, longest = work_of(run, algorithm), float(run.sampling.max_tokens)
+        work = work_of(run, algorithm)
+        # launch refuses a trainer that does not hold a sample of the whole context, whatever the prompts' mean
+        longest = float(max(run.sampling.max_tokens, run.model.max_context - prompt_tokens))
         if run.schedule.name == schedule:
             sync_every = run.schedule.sync_every
     if delta_ratio is None:

@@ -601,6 +601,14 @@ def test_without_a_run_file_a_run_of_the_default_algorithm_is_planned(tmp_path: 
     )
 
 
+@pytest.mark.parametrize("prompt_tokens", [None, 100, 3000])
+def test_a_sample_of_a_runs_whole_context_fits_as_launch_demands(prompt_tokens: int | None, tmp_path: Path) -> None:
+    run = {"model": {"max_context": 40_000}, "sampling": {"max_tokens": 2000}}
+    batch = gathered(tmp_path, run, prompt_tokens=prompt_tokens).problem.batch
+    assert batch.most_tokens == batch.step_tokens.must_fit == 40_000
+    assert batch.usual_longest <= 2000, "no longer answers are generated"
+
+
 def test_the_longest_answer_fits_also_where_few_are_planned(tmp_path: Path) -> None:
     for samples in (1, 8, 1024):
         assert gathered(tmp_path, None, lengths="20k", samples=samples).problem.batch.longest_answer == 20_000
