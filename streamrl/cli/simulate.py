@@ -56,7 +56,13 @@ OF_ITERATIONS = (
     "--noise", default=0.0, show_default=True, type=FiniteFloat(0, 100), help="Error of forecasts (log scale)."
 )
 @click.option("--instances", default=8, show_default=True, type=click.IntRange(1), help="vLLM instances.")
-@click.option("--slots", default=256, show_default=True, type=click.IntRange(1), help="Largest batch of an instance.")
+@click.option(
+    "--slots",
+    default=256,
+    show_default=True,
+    type=click.IntRange(1),
+    help="Largest batch of an instance; with --device, as far as its memory holds it.",
+)
 @click.option("--device", default="H800", show_default=True, help="GPU type of the instances (7B model, roofline).")
 @click.option("--curve", type=click.Path(path_type=Path), help="Instead of --device: file of `streamrl calibrate`.")
 @click.option(
@@ -180,7 +186,7 @@ def command(
     from scheduler.cost.speculative_decoding import Speculation
     from scheduler.dispatch.registry import POLICIES
     from scheduler.simulation.stages import SimulatedLink, Stages
-    from streamrl.planning.simulated_fleet import simulated_fleet
+    from streamrl.planning.simulated_fleet import simulated_fleet, slots_in_memory
     from streamrl.planning.workload import draw, replay
 
     _refuse_conflicts(click.get_current_context().params)
@@ -189,12 +195,22 @@ def command(
     drafts = None if acceptance is None else Speculation(acceptance, most_drafts)
 
     def fleet_of(count: int) -> list[SimulatedInstance]:
-        return simulated_fleet(count, curve, device, slots, drafts)
+        return simulated_fleet(count, curve, device, held, drafts)
+
+    def held_by(workload: Workload) -> int:
+        """Return the slots of an instance, and say where memory decides."""
+        if curve is not None:
+            return slots
+        most = slots_in_memory(device, slots, workload.batches)
+        if most < slots:
+            click.echo(f"an instance decodes at most {most} of these requests at once, not {slots}: memory of {device}")
+        return most
 
     # rounds issue more than they train, and may have as much again deferred at the end
     batches = 1 if iterations is None else round((iterations + 1) * (over_issue or 1)) + 3
     if iterations is None or train_rate is None:
         workload = replay(trace, ranker, noise, seed) if trace else draw(lengths, requests, limit, noise, seed)
+        held = held_by(workload)
         fleet = fleet_of(instances)
         _compare_policies(workload, fleet, list(dict.fromkeys(["least-loaded", *(policies or POLICIES)])), price, out)
     else:
@@ -212,6 +228,7 @@ def command(
                 f"chosen: {', '.join(schedule.name for schedule in chosen)}, --sync-every {sync_every}"
             )
         workload = replay(trace, ranker, noise, seed) if trace else draw(lengths, requests, limit, noise, seed, batches)
+        held = held_by(workload)
         stages = Stages(
             train_rate,
             reward_s=reward_s,

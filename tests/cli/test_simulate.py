@@ -5,12 +5,16 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from ranker.data import read_rollouts
 from ranker.train import train_and_hold_out
+from scheduler.cost.generation_cost import Batch, slots_of
+from scheduler.cost.hardware import device
+from scheduler.cost.model_shapes import MODELS
 from streamrl.cli import simulate
 from streamrl.rollouts.rollout_store import SCHEMA
 from tests.cli.calling import streamrl
@@ -48,6 +52,23 @@ def test_the_command_simulates_drawn_lengths(
     assert "64 requests" in shown
     assert all(name in shown for name in ("least-loaded", "algorithm2-max", "skew-aware-static"))
     assert "<svg" in plot.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("whole", [[], ["--iterations", "2", "--train-rate", "1000", "--schedule", "sync"]])
+def test_instances_decode_as_many_requests_as_their_memory_holds(
+    whole: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    some = ["--lengths", "constant:20000", "--requests", "64", "--instances", "2", "--out", tmp_path / "p.svg", *whole]
+    held = slots_of(MODELS["7b"], device("RTX4090"), 1, Batch.of(np.full(64, 20_000.0), 64, 0.0))
+    assert 1 <= held < 32
+    shown = []
+    for slots in (256, held):
+        options = ["--device", "RTX4090", "--slots", str(slots), "--policy", "least-loaded"]
+        assert streamrl(monkeypatch, "simulate", *some, *options) == 0
+        shown.append(capsys.readouterr().out)
+    told, table = shown[0].split("\n", 1)
+    assert told == f"an instance decodes at most {held} of these requests at once, not 256: memory of RTX4090"
+    assert table == shown[1], "a batch that memory holds is simulated as it is"
 
 
 def test_a_recorded_run_with_a_rankers_forecasts(
@@ -183,6 +204,7 @@ ITERATIONS = ["--iterations", "3", "--train-rate", "9"]
         (["--lengths", "uniform:-1e308,1e308"], "expected lognormal:MU,SIGMA"),
         (["--policy", "best"], "--policy best: there is no such policy; expected one of random"),
         (["--device", "H21"], "--device H21: unknown device"),
+        (["--device", "RTX4090", "--lengths", "constant:200000", "--limit", "200000"], "do not hold a 7B model and a"),
         (["--curve", "falls.json"], '--curve falls.json: "step_seconds": a step of batch 8 took 10 ms'),
         (["--curve", "no.json"], "--curve no.json: no such file; streamrl calibrate writes such a file"),
         (["--curve", "."], "--curve .: this is a folder, expected a file;"),
