@@ -33,6 +33,8 @@ SAME = 1e-9
 """Relative difference of costs below which it is rounding."""
 BY_LOAD = "by load"
 """Kind of the plan that leaves every request to least-loaded dispatch."""
+LONGEST_BY_LOAD = "longest first by load"
+"""Kind of the plan that does so as well, the longest expected request first."""
 
 
 @dataclass(frozen=True)
@@ -104,6 +106,7 @@ def plan(
     objective: DispatchObjective = MAKESPAN,
     contexts: Floats | None = None,
     by_load: Sequence[Sequence[int]] | None = None,
+    longest_by_load: Sequence[Sequence[int]] | None = None,
 ) -> Plan:
     """Return the cheapest plan, given what the workers already run.
 
@@ -122,6 +125,8 @@ def plan(
             None: none.
         by_load: for each worker the requests that least-loaded dispatch would give it, those that start at once first;
             other plans must be cheaper than this one, whose kind is `BY_LOAD`. None: than dealing evenly.
+        longest_by_load: the same if the longest expected requests came first; None: no such plan is tried, as for
+            known lengths, of which the other plans make more.
 
     Raises:
         ValueError: there is no worker, or a streamed objective has no groups.
@@ -153,6 +158,8 @@ def plan(
     else:
         arrived = sorted(range(len(means)), key=arrivals.__getitem__) if arrivals is not None else None
         level = timed(BY_LOAD, by_load, everyone, arrived)
+    if longest_by_load is not None and not known:
+        plans.append(timed(LONGEST_BY_LOAD, longest_by_load, everyone))
     if len(values) and len(workers) > 1:
         plans.append(timed("greedy", greedy(means, workers, [part.mean(axis=1) for part in beside]), each))
         plans.extend(timed.both("blocks", *blocks(values, workers), means))

@@ -32,7 +32,7 @@ import numpy as np
 from scheduler.cost.expected_time import Worker
 from scheduler.cost.length_forecast import equally_likely, same_width, tails_of
 from scheduler.dispatch.dispatch_objective import MAKESPAN, DispatchObjective, Streamed
-from scheduler.dispatch.partition import BY_LOAD, Plan, PromptGroups, plan
+from scheduler.dispatch.partition import BY_LOAD, LONGEST_BY_LOAD, Plan, PromptGroups, plan
 from scheduler.dispatch.policy import REGULAR, TAIL, Assignment, DispatchPolicy, Instance, Request, TokenProgress
 from scheduler.dispatch.policy_kinds import offer
 from scheduler.dispatch.remaining_length import Remaining
@@ -303,9 +303,13 @@ class SkewAware(Planned):
             objective=self.objective,
             contexts=np.concatenate([prompts.begin, *(some.contexts for some in running)]),
             by_load=self._dealt_by_load(names, requests, ordered),
+            longest_by_load=None if self._alike else self._dealt_by_load(names, ordered, ordered),
         )
         if self.plan.kind == BY_LOAD:
             self._unplanned.extend(requests)
+            return
+        if self.plan.kind == LONGEST_BY_LOAD:
+            self._unplanned.extend(own[request.request_id] for request in ordered)
             return
         self.ranks = {request.request_id: rank for request, rank in zip(ordered, self.plan.ranks, strict=True)}
         self._mates = {names[seat]: [names[mate] for mate in mates] for mates in self.plan.stretches for seat in mates}

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import random
 from collections import deque
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
-from scheduler.cost.decode import PAPER_7B_H800, StepCurve
+from scheduler.cost.decode import PAPER_7B_H800, QWEN_7B, StepCurve, roofline
+from scheduler.cost.hardware import device
 from scheduler.cost.length_forecast import Forecast
+from scheduler.dispatch import planned
 from scheduler.dispatch.baselines import LongestFirst, Random, TwoChoices
-from scheduler.dispatch.partition import BY_LOAD
+from scheduler.dispatch.partition import BY_LOAD, LONGEST_BY_LOAD, plan
 from scheduler.dispatch.planned import Algorithm2, SkewAware
 from scheduler.dispatch.policy import REGULAR, TAIL, Fleet, Request
 from scheduler.dispatch.registry import POLICIES, make_policy
+from scheduler.simulation.generation_simulator import SimulatedInstance, SimulatedRequest, simulate
 
 
 @pytest.mark.parametrize("known", [True, False], ids=["forecasts", "none"])
@@ -323,3 +328,33 @@ def test_what_placement_by_load_would_keep_waiting_is_dealt_to_no_instance_with_
     policy.join("b", 2, StepCurve((1,), (1.0,)))
     requests = [Request(str(number), "g") for number in range(6)]
     assert policy._dealt_by_load(["a", "b"], requests, requests) == [[], [0, 1, 2, 3, 4, 5]]
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_on_unequal_instances_uncertain_forecasts_are_as_good_as_longest_first(seed: int) -> None:
+    """The longest come last, and slots are few: by load, slow instances would get some of them."""
+    rng = np.random.default_rng(seed)
+    lengths = np.linspace(300, 8000, 200) * rng.lognormal(0, 0.2, 200)
+    told = [Forecast.lognormal(hint, 0.3) for hint in np.log(lengths) + 0.3 * rng.standard_normal(200)]
+    requests = [SimulatedRequest(str(n), length, str(n), forecast=told[n]) for n, length in enumerate(lengths)]
+    curves = [roofline(QWEN_7B, device(gpu)) for gpu in ("H100", "L40S")] * 4
+    fleet = [SimulatedInstance(f"i{n}", curve, 32) for n, curve in enumerate(curves)]
+    names = ("least-loaded", "longest-first", "skew-aware")
+    by_load, longest_first, ours = (simulate(make_policy(name, 32_000), requests, fleet).makespan for name in names)
+    assert longest_first < 0.9 * by_load
+    assert ours < 1.03 * longest_first
+
+
+def test_requests_that_are_placed_longest_first_by_load_start_in_this_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planned, "plan", lambda *given, **more: replace(plan(*given, **more), kind=LONGEST_BY_LOAD))
+    policies = SkewAware(migrate=False), LongestFirst()
+    for policy in policies:
+        policy.join("slow", 2, StepCurve((1, 2), (3.0, 3.0)))
+        policy.join("fast", 2, StepCurve((1, 2), (1.0, 1.0)))
+        policy.submit(Request(str(n), str(n), Forecast((90.0 * (n + 1), 110.0 * (n + 1)))) for n in range(8))
+    ours, reference = policies
+    while reference.waiting:
+        begun = ours.decide()
+        assert begun and begun == reference.decide() and ours.waiting == reference.waiting
+        for policy in policies:
+            policy.finished(begun[0].request_id)
