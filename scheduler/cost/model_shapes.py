@@ -194,6 +194,21 @@ def uncounted(values: Mapping[str, Any]) -> str:
     return "embeddings of every layer" if values.get("hidden_size_per_layer_input") else ""
 
 
+def counted_in_full(values: Mapping[str, Any]) -> str:
+    """Return what a model has that caches and attends less than a `Transformer` is counted to; '': nothing."""
+    values = text_part(values)
+    found = []
+    window, positions = window_of(values), values.get("max_position_embeddings")
+    types = [str(kind) for kind in values.get("layer_types") or ()]
+    narrow = sum(kind != "full_attention" for kind in types) if types else values.get("num_hidden_layers")
+    if window > 0 and narrow and not (isinstance(positions, int) and window >= positions):
+        found.append(f"windows of {window} tokens in {narrow} layers")
+    shared = values.get("num_kv_shared_layers")
+    if isinstance(shared, int) and shared > 0:
+        found.append(f"{shared} layers that share the keys and values of others")
+    return " and ".join(found)
+
+
 def _attends_alone(values: Mapping[str, Any]) -> bool:
     """Return whether a `config.json` speaks of no layers but those in which tokens meet in attention."""
     types = values.get("layer_types") or ()

@@ -355,6 +355,33 @@ def test_a_model_that_the_cost_model_counts_wrong_is_refused(tmp_path: Path, val
         find_model(str(tmp_path))
 
 
+@pytest.mark.parametrize(
+    ("values", "what"),
+    [
+        (
+            {"sliding_window": 1024, "layer_types": ["sliding_attention", "full_attention"]},
+            "windows of 1024 tokens in 1 ",
+        ),
+        ({"text_config": {"sliding_window": 4096, "max_position_embeddings": 32_768}}, "windows of 4096 tokens in 2 "),
+        ({"num_kv_shared_layers": 1}, "1 layers that share the keys and values of others"),
+        ({"sliding_window": 1024, "use_sliding_window": False}, ""),
+        ({"sliding_window": 1024, "layer_types": ["full_attention"] * 2}, ""),
+        ({"sliding_window": 4096, "max_position_embeddings": 4096}, ""),
+        ({"sliding_window": None}, ""),
+    ],
+)
+def test_what_caches_less_than_is_counted_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], values: dict[str, Any], what: str
+) -> None:
+    dense = {"num_hidden_layers": 2, "hidden_size": 8, "num_attention_heads": 2, "intermediate_size": 16}
+    dense |= {"vocab_size": 32}
+    config = {"text_config": dense | values["text_config"]} if "text_config" in values else dense | values
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    find_model(str(tmp_path))
+    said = capsys.readouterr().out
+    assert f"this model has {what}" in said and "which a plan counts as layers" in said if what else not said
+
+
 def test_a_run_files_model_is_named_by_its_key(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
