@@ -148,7 +148,8 @@ class Batch:
         if self.samples >= count:
             return self.lengths[0]
         none_longer = (1 - np.arange(count + 1) / count) ** self.samples
-        return float((np.asarray(self.lengths) * (none_longer[:-1] - none_longer[1:])).sum())
+        longest = float((np.asarray(self.lengths) * (none_longer[:-1] - none_longer[1:])).sum())
+        return max(longest, self.mean_length)  # of equal lengths, the sum is rounded to either side of their mean
 
     @property
     def most_tokens(self) -> float:
@@ -262,7 +263,7 @@ def answers_of(batch: Batch, count: int) -> Floats:
     """
     lengths = spread_lengths(batch.lengths, count)
     mean, longest = batch.mean_length, batch.usual_longest
-    if lengths[0] > longest:
+    if lengths[0] > longest and lengths[0] > mean:
         lengths = mean + (lengths - mean) * ((longest - mean) / (lengths[0] - mean))
     return lengths
 

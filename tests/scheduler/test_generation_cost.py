@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from scheduler.capacity.covering import Replicas, generation_seconds
-from scheduler.cost.generation_cost import Batch, replica_kind, requests_of_share, spread_lengths
+from scheduler.cost.generation_cost import Batch, answers_of, replica_kind, requests_of_share, spread_lengths
 from scheduler.cost.hardware import device
 from scheduler.cost.length_forecast import Forecast
 from scheduler.cost.model_shapes import MODELS
@@ -30,6 +30,15 @@ def test_a_batch_has_the_tokens_of_its_lengths_and_the_longest_that_it_has_on_av
     alone = requests_of_share(batch, 1.0)
     assert len(alone) == samples and alone.mean() == pytest.approx(lengths.mean())
     assert alone[0] == alone.max() == batch.usual_longest
+
+
+@pytest.mark.parametrize("length", [777.0, 2000.0, 4096.0])
+def test_equal_lengths_stay_equal_however_the_longest_is_rounded(length: float) -> None:
+    for samples in range(1, 513):
+        batch = Batch.of(np.full(100, length), samples, 100.0)
+        assert batch.usual_longest >= batch.mean_length
+        for count in {1, min(samples, 4), samples}:
+            assert answers_of(batch, count) == pytest.approx(np.full(count, length))
 
 
 def test_lengths_are_spread_by_the_means_of_equal_shares() -> None:
