@@ -122,7 +122,7 @@ SOURCES: dict[ModuleType, dict[str, str]] = {
 OF_THE_SEARCH = {
     decode: ("MOST_POINTS",),
     generation_cost: ("LENGTHS", "GRID", "MOST_QUEUED", "MOST_ROUNDS"),
-    allocation: ("COARSE", "FINE", "SYNC_SIZES", "SYNC_KEPT", "NEAR"),
+    allocation: ("COARSE", "FINE", "SYNC_SIZES", "SYNC_KEPT", "NEAR", "ROWS_GAIN"),
     gpu_memory: ("GIB", "FRACTION_STEP", "MICRO_STEP", "MOST_GPUS", "MOST_SHARING"),
 }
 """Numbers that say how finely plans are searched and how much is read, not what hardware does."""

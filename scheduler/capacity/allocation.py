@@ -25,6 +25,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from typing import Literal
 
 import numpy as np
@@ -62,6 +63,10 @@ learning rate of 5e-6 with settled masters (experiments/results/delta_codec.md).
 """
 SAMPLE_BYTES_PER_TOKEN = 12.0
 """Bytes of token, log-probability and version of each token, as they cross a link (`controller/site_services.py`)."""
+
+
+ROWS_GAIN = 0.01
+"""Share by which GPUs that share rows of tokens must be faster: that layout has not run on GPUs."""
 
 
 @dataclass(frozen=True)
@@ -137,6 +142,8 @@ class Problem:
     """Steps between versions of the weights."""
     site_processes: int | None = None
     """Processes of environments at each site that generates; None: the batch's, wherever it is generated."""
+    shares_rows: bool = False
+    """Whether a trainer's GPUs may share rows of tokens although some offer holds it otherwise (`trainers_of`)."""
 
     def __post_init__(self) -> None:
         if not self.offers:
@@ -213,17 +220,9 @@ class Allocator:
     def __init__(self, problem: Problem, schedule: str = "async") -> None:
         self.problem, self.schedule = problem, schedule
         self.steady = KINDS[schedule].continuous
-        step = problem.batch.step_tokens
-        self.trainers: dict[int, tuple[TrainerTime | None, ...]] = {}
+        self.trainers = trainers_of(problem)
+        """Times of each offer that holds the trainer, by GPUs."""
         self.kinds: dict[int, list[ReplicaKind]] = {}
-        for by_rows in (False, True):  # GPUs share rows of tokens only where no offer holds the trainer otherwise
-            for number, offer in enumerate(problem.offers):
-                if offer.trains:
-                    times = trainer_times(problem.model, problem.work, offer.device, offer.count, step, by_rows)
-                    if times[-1] is not None:
-                        self.trainers[number] = times
-            if self.trainers:
-                break
         for number, offer in enumerate(problem.offers):
             if offer.generates:
                 fits = (
@@ -425,6 +424,44 @@ class Allocator:
             return found is not None and found[0] + price <= self.problem.budget
 
         return least_time(affordable)
+
+
+def trainers_of(problem: Problem) -> dict[int, tuple[TrainerTime | None, ...]]:
+    """Return the trainer's times on at most so many GPUs of each offer that holds it.
+
+    GPUs share rows of tokens where no offer holds the trainer otherwise. With `Problem.shares_rows` they also do so
+    where that is faster by more than `ROWS_GAIN`, or fewer of them hold it.
+    """
+    step = problem.batch.step_tokens
+    found: list[dict[int, tuple[TrainerTime | None, ...]]] = []
+    for by_rows in (False, True):
+        times = {
+            number: trainer_times(problem.model, problem.work, offer.device, offer.count, step, by_rows)
+            for number, offer in enumerate(problem.offers)
+            if offer.trains
+        }
+        found.append({number: some for number, some in times.items() if some[-1] is not None})
+        if found[-1] and not problem.shares_rows:
+            break
+    by_layers, by_rows_too = found[0], found[-1]
+    if not problem.shares_rows or not by_layers:
+        return by_rows_too
+    return {
+        number: _faster(by_layers.get(number, ()), by_rows_too.get(number, ()))
+        for number in sorted({*by_layers, *by_rows_too})
+    }
+
+
+def _faster(layers: Sequence[TrainerTime | None], rows: Sequence[TrainerTime | None]) -> tuple[TrainerTime | None, ...]:
+    """Return the faster of both by number of GPUs; those that share rows must be so by more than `ROWS_GAIN`."""
+    times: list[TrainerTime | None] = []
+    for one, other in zip_longest(layers, rows):
+        best = times[-1] if times else None
+        for time, least in ((one, 0.0), (other, ROWS_GAIN)):
+            if time is not None and (best is None or time.seconds < best.seconds * (1 - least)):
+                best = time
+        times.append(best)
+    return tuple(times)
 
 
 def most_replicas(offer: Offer, tensor_parallel: int, trainer: TrainerTime | None = None) -> int:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import replace
 
-from scheduler.capacity.allocation import Allocator, Problem
+from scheduler.capacity.allocation import Allocator, Problem, most_replicas
+from scheduler.capacity.covering import LONGEST_STEP_S
 from scheduler.capacity.plan_refinement import ROUNDING
 from scheduler.cost.generation_cost import GPU_MEMORY_FRACTION, free_bytes, replica_degrees, slots_of
 from scheduler.cost.hardware import machines_of
+from scheduler.cost.training_cost import TrainerTime
 from scheduler.cost.training_memory import (
     layout_on,
     memory_per_gpu,
@@ -56,7 +60,7 @@ def _training(problem: Problem) -> str:
             f"{offer.name}: each GPU would need {need / 1e9:.1f} GB for training and has {has / 1e9:.1f} GB to use: "
             f"{(need - has) / 1e9:.1f} GB too much"
         )
-        enough = smallest_trainer(problem.model, problem.work, offer.device, longest)
+        enough = smallest_trainer(problem.model, problem.work, offer.device, longest, shares_rows=True)
         if enough is None:
             at_most = _longest_that_fits(problem, offer.device.memory_gb)
             lines[-1] += f"; no number of them holds a sample of {longest:.0f} tokens ({at_most})"
@@ -66,9 +70,7 @@ def _training(problem: Problem) -> str:
     if changes:
         more, _, what = min(changes)
         text += f"\nthe smallest change that fits: {what} ({more} more)"
-    if problem.work.recompute is not True:
-        text += "\nor recompute activations (optimizer.gradient_checkpointing: true)"
-    return text
+    return text + _recomputing(problem)
 
 
 def _longest_that_fits(problem: Problem, memory_gb: float) -> str:
@@ -120,26 +122,66 @@ def _together(problem: Problem, allocator: Allocator) -> str:
     parts = []
     for number, times in allocator.trainers.items():
         offer = problem.offers[number]
-        needed = min(one.gpus for one in times if one is not None)
-        reached = [
-            other
-            for other, kinds in allocator.kinds.items()
-            if kinds
-            and (other == number or problem.offers[other].site == offer.site or _linked(problem, number, other))
-        ]
-        rest = [problem.offers[o].count - (needed if o == number else 0) for o in reached]
-        smallest = {o: min(kind.tensor_parallel for kind in allocator.kinds[o]) for o in reached}
-        if not reached:
+        smallest = _smallest_of(times)
+        lacking = _lacking(problem, allocator, number, smallest)
+        if lacking is None:
             parts.append(f"with the trainer on {offer.name}, no generation can be reached: a link is missing")
             continue
-        lacks = {o: smallest[o] - free for o, free in zip(reached, rest, strict=True)}
-        least = min(lacks, key=lambda o: lacks[o])
-        parts.append(
-            f"training needs {needed} of {offer.name}, and a replica {smallest[least]} "
-            f"{problem.offers[least].device.name}: {max(lacks[least], 1)} more {problem.offers[least].device.name} in "
-            f"{problem.offers[least].site} would fit"
-        )
-    return f"{problem.model.name} fits for each stage alone, not for both at once:\n" + "\n".join(parts)
+        more, other, degree = lacking
+        part = f"training needs {smallest.gpus} of {offer.name}, and a replica {degree} {_named(problem, other)}: "
+        if not more or not _ends(_with_more(problem, other, more), allocator.schedule, number):
+            parts.append(
+                f"{part}{f'with {more} more' if more else 'both fit, but'} a step takes over {LONGEST_STEP_S:g} s"
+            )
+            continue
+        parts.append(f"{part}{more} more {_named(problem, other)} would fit")
+    text = f"{problem.model.name} fits for each stage alone, not for both at once:\n" + "\n".join(parts)
+    return text + _recomputing(problem)
+
+
+def _smallest_of(times: Sequence[TrainerTime | None]) -> TrainerTime:
+    return min((one for one in times if one is not None), key=lambda one: one.gpus)
+
+
+def _lacking(problem: Problem, allocator: Allocator, trainer: int, time: TrainerTime) -> tuple[int, int, int] | None:
+    """Return the fewest GPUs that are lacking for a replica beside a trainer: (how many, their offer, the replica's).
+
+    None: no offer that can serve the model is reached.
+    """
+    found = []
+    for other, kinds in allocator.kinds.items():
+        offer = problem.offers[other]
+        if other != trainer and offer.site != problem.offers[trainer].site and not _linked(problem, trainer, other):
+            continue
+        beside = time if other == trainer else None
+        for degree in (kind.tensor_parallel for kind in kinds):
+            more = 0
+            while not most_replicas(replace(offer, count=offer.count + more), degree, beside):
+                more += 1
+            found.append((more, other, degree))
+    return min(found, default=None)
+
+
+def _with_more(problem: Problem, number: int, more: int) -> Problem:
+    """Return the problem with more GPUs of an offer."""
+    offer = problem.offers[number]
+    larger = replace(offer, count=offer.count + more)
+    return replace(problem, offers=(*problem.offers[:number], larger, *problem.offers[number + 1 :]))
+
+
+def _ends(problem: Problem, schedule: str, trainer: int) -> bool:
+    """Return whether a step with a trainer ends in a time that counts."""
+    return Allocator(problem, schedule).possible(trainer, LONGEST_STEP_S)
+
+
+def _named(problem: Problem, number: int) -> str:
+    return f"{problem.offers[number].device.name} in {problem.offers[number].site}"
+
+
+def _recomputing(problem: Problem) -> str:
+    if problem.work.recompute is True:
+        return ""
+    return "\nor recompute activations (optimizer.gradient_checkpointing: true)"
 
 
 def _linked(problem: Problem, one: int, other: int) -> bool:

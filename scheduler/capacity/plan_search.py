@@ -6,7 +6,15 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from scheduler.capacity.allocation import Allocator, PlanObjective, Problem, Split, most_replicas
+from scheduler.capacity.allocation import (
+    ROWS_GAIN,
+    Allocator,
+    PlanObjective,
+    Problem,
+    Split,
+    most_replicas,
+    trainers_of,
+)
 from scheduler.capacity.covering import LONGEST_STEP_S, Replicas
 from scheduler.capacity.placement_plan import PlacementPlan, evaluate
 from scheduler.capacity.plan_refinement import NOISE, Refinement, price, within_budget
@@ -161,19 +169,41 @@ def plans(problem: Problem, schedule: str, objective: PlanObjective, simulated: 
     from scheduler.capacity.misfit import explain
 
     waiting = KINDS[schedule].continuous and simulated
-    made = plans_within(problem, schedule, objective, waiting)
-    if not made:
-        raise ValueError(explain(problem, schedule, _cheapest(problem, schedule, waiting)))
 
-    if waiting:
-        made = _refined(made, Refinement(Allocator(problem, schedule), objective))
-    else:
-        made = sorted((replace(one, simulated=simulated) for one in made), key=lambda one: one.worth)
-    here = _first_at(problem.home, made)
-    if here is not None and here.worth[0] <= min(one.worth[0] for one in made) * (1 + MOVE):
-        made.remove(here)
-        made.insert(0, here)
-    return _shown(made)
+    def ranked(one: Problem, made: list[PlacementPlan]) -> list[PlacementPlan]:
+        """Return plans with their steps, the best that stays at home first."""
+        if waiting:
+            made = _refined(made, Refinement(Allocator(one, schedule), objective))
+        else:
+            made = sorted((replace(plan, simulated=simulated) for plan in made), key=lambda plan: plan.worth)
+        here = _first_at(one.home, made)
+        if here is not None and here.worth[0] <= min(plan.worth[0] for plan in made) * (1 + MOVE):
+            made.remove(here)
+            made.insert(0, here)
+        return made
+
+    made = plans_within(problem, schedule, objective, waiting)
+    found = ranked(problem, made) if made else []
+    sharing = replace(problem, shares_rows=True)
+    if trainers_of(sharing) != trainers_of(problem):
+        made = plans_within(sharing, schedule, objective, waiting)
+        # no simulated step is shorter than one by rates: most of these plans need no simulation
+        if made and (not found or _clearly_better(min(made, key=_worth), found[0])):
+            others = ranked(sharing, made)
+            if not found or _clearly_better(others[0], found[0]):
+                found = others
+    if not found:
+        raise ValueError(explain(sharing, schedule, _cheapest(sharing, schedule, waiting)))
+    return _shown(found)
+
+
+def _worth(one: PlacementPlan) -> tuple[float, float]:
+    return one.worth
+
+
+def _clearly_better(one: PlacementPlan, other: PlacementPlan) -> bool:
+    """Return whether a plan whose GPUs share rows is worth it."""
+    return one.worth[0] < other.worth[0] * (1 - ROWS_GAIN)
 
 
 def _refined(made: Sequence[PlacementPlan], search: Refinement) -> list[PlacementPlan]:

@@ -214,14 +214,16 @@ def micro_batch_tokens(
     return None if micro < part else micro
 
 
-def smallest_trainer(model: Transformer, work: TrainingWork, device: Device, longest: float) -> int | None:
+def smallest_trainer(
+    model: Transformer, work: TrainingWork, device: Device, longest: float, shares_rows: bool = False
+) -> int | None:
     """Return how many GPUs of this type hold the model and the longest sample, fully sharded; None: no number does.
 
-    Ranks share rows only if no number holds it otherwise.
+    Ranks share rows only if no number holds it otherwise, or with `shares_rows` if that takes fewer.
     """
     by_layers = [(tp, 1) for tp in tensor_parallel_degrees(device, model.kv_heads)]
     by_rows = [(1, sharing) for sharing in sequence_parallel_degrees(device, model)]
-    for degrees in (by_layers, by_rows):
+    for degrees in ([*by_layers, *by_rows],) if shares_rows else (by_layers, by_rows):
         found = [_smallest(model, work, device, longest, *degree) for degree in degrees]
         if fitting := [gpus for gpus in found if gpus is not None]:
             return min(fitting)

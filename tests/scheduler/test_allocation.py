@@ -399,6 +399,30 @@ def test_what_does_not_fit_is_told_with_the_smallest_change_that_does(one: Probl
     assert all(word in str(told.value) for word in words), str(told.value)
 
 
+@pytest.mark.parametrize(("model", "gpu"), [("7b", "H800"), ("32b", "H800"), ("32b", "L40S"), ("14b", "A100-80")])
+def test_what_is_said_to_be_lacking_for_both_stages_is_enough(model: str, gpu: str) -> None:
+    work, told = replace(GRPO, recompute=False), ""
+    for count in range(1, 33):
+        one = Problem(MODELS[model], BATCH, work, (offer("a", gpu, count),))
+        try:
+            plans(one, "sync", "throughput")
+        except ValueError as error:
+            told = str(error)
+            if "both at once" in told:
+                break
+        else:
+            pytest.fail(f"{count} {gpu} hold both stages at once, one less not even the trainer: {told}")
+    words = re.search(rf"(\d+) more {gpu} in a would fit\nor .*optimizer.gradient_checkpointing: true", told)
+    assert words is not None, told
+    assert plans(replace(one, offers=(offer("a", gpu, count + int(words[1])),)), "sync", "throughput")
+
+
+def test_a_step_that_takes_too_long_to_count_is_told_instead_of_a_lack_of_gpus() -> None:
+    endless = replace(BATCH, samples=10**9)
+    with pytest.raises(ValueError, match=r"both fit, but a step takes over 1e\+07 s"):
+        plans(Problem(MODELS["7b"], endless, GRPO, (offer("a", "H800", 8),)), "sync", "throughput")
+
+
 def test_the_named_smallest_change_fits() -> None:
     short = Problem(MODELS["72b"], BATCH, PPO, (offer("a", "H800", 8),))
     with pytest.raises(ValueError, match=r"smallest change that fits: (\d+) H800") as told:

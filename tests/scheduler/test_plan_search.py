@@ -74,6 +74,26 @@ def test_more_gpus_make_no_plan_slower() -> None:
     assert more.chosen.seconds <= 1.01 * few.chosen.seconds, (few.text, more.text)
 
 
+@pytest.mark.parametrize("objective", ["throughput", "cost"])
+def test_one_gpu_more_makes_no_plan_slower_or_a_refusal_though_layers_hold_the_trainer_then(
+    objective: PlanObjective,
+) -> None:
+    """With few GPUs only ranks that share rows hold the longest sample; with all of them, ranks that share layers."""
+    batch = Batch.of(LENGTHS, 1024, 512, 20_000)
+    one = Problem(MODELS["7b"], batch, replace(GRPO, recompute=False), (Offer("a", device("H100"), 12, 3.0),))
+    before: PlacementPlan | None = None
+    for count in (12, 15, 16, 17):
+        more = replace(one, offers=(replace(one.offers[0], count=count),))
+        best = plans(more, "sync", objective)[0]
+        assert before is None or best.worth[0] <= 1.01 * before.worth[0], (count, before.text, best.text)
+        before = best
+
+
+def test_gpus_share_layers_where_sharing_rows_gains_nothing() -> None:
+    best = plans(problem(8, 32), "sync", "throughput")[0]
+    assert best.split.time.sequence_parallel == 1
+
+
 @pytest.mark.parametrize("h800", [12, 16, 24])
 def test_samples_of_a_better_plan_get_over_a_narrow_link_within_its_step(h800: int) -> None:
     one = replace(problem(h800, 32), routes=((frozenset("ab"), Route(3e5, 0.01)),), delta_ratio=1e4)
