@@ -71,18 +71,40 @@ ROWS_GAIN = 0.01
 
 @dataclass(frozen=True)
 class Offer:
-    """GPUs of one type in one site, at one price."""
+    """GPUs of one type in one site."""
 
     site: str
     device: Device
     count: int
     usd_per_hour: float
-    """Price of one GPU."""
+    """Price of one GPU; where some cost more than others, their mean."""
     max_batch: int | None = None
     """Largest number of sequences that a replica may decode together; None: as many as its memory holds."""
     trains: bool = True
     """Whether the trainer may run here."""
     generates: bool = True
+    tiers: tuple[tuple[int, float], ...] = ()
+    """(GPUs, price of each) where some cost more than others, the cheapest first; (): all cost the same."""
+
+    @classmethod
+    def at_prices(cls, site: str, device: Device, tiers: Iterable[tuple[int, float]], max_batch: int | None) -> Offer:
+        """Return GPUs of which so many have each price."""
+        ascending = tuple(sorted(tiers, key=lambda one: one[1]))
+        if len(ascending) == 1:
+            return cls(site, device, *ascending[0], max_batch)
+        count = sum(gpus for gpus, _ in ascending)
+        mean = math.fsum(gpus * usd for gpus, usd in ascending) / count
+        return cls(site, device, count, mean, max_batch, tiers=ascending)
+
+    def rent(self, gpus: int) -> float:
+        """Return the USD per hour of so many of the GPUs, of which the cheapest are taken."""
+        if not self.tiers:
+            return gpus * self.usd_per_hour
+        usd, left = 0.0, gpus
+        for count, price in self.tiers:
+            usd += min(count, left) * price
+            left -= min(count, left)
+        return usd
 
     def __post_init__(self) -> None:
         if self.count < 1 or (self.max_batch is not None and self.max_batch < 1):
@@ -208,10 +230,25 @@ class Split:
         pools = tuple((one.offer, one.count, one.kind.tensor_parallel) for one in self.generation)
         return self.trainer, self.time.gpus, pools
 
+    @property
+    def used(self) -> dict[int, int]:
+        """GPUs of each offer that train or generate."""
+        used = {self.trainer: self.time.gpus}
+        for one in self.generation:
+            used[one.offer] = used.get(one.offer, 0) + one.gpus
+        return used
+
     def rent(self, offers: Sequence[Offer]) -> float:
         """Return the USD per hour of all GPUs that are used."""
+        if any(offer.tiers for offer in offers):
+            return sum(offers[number].rent(gpus) for number, gpus in self.used.items())
         train = self.time.gpus * offers[self.trainer].usd_per_hour
         return train + sum(one.gpus * offers[one.offer].usd_per_hour for one in self.generation)
+
+    def price(self, offers: Sequence[Offer], number: int) -> float:
+        """Return the USD per hour of each GPU of an offer that is used, on average."""
+        offer = offers[number]
+        return offer.rent(self.used[number]) / self.used[number] if offer.tiers else offer.usd_per_hour
 
 
 class Allocator:
@@ -290,7 +327,7 @@ class Allocator:
             for kind in kinds:
                 share, most = kind.share(deadline, self.steady), most_replicas(offer, kind.tensor_parallel, beside)
                 if share > 0 and most > 0:
-                    price = kind.tensor_parallel * offer.usd_per_hour + traffic * min(share, 1.0)
+                    price = kind.tensor_parallel * _price_beside(offer, beside) + traffic * min(share, 1.0)
                     useful.append((kind, share, price, most))
             if useful:
                 useful.sort(key=lambda one: (one[2] / one[1], one[0].tensor_parallel))
@@ -306,8 +343,24 @@ class Allocator:
         covered = self.cover(trainer, time, deadline)
         if covered is None:
             return None
-        rent = covered[0] + time.gpus * self.problem.offers[trainer].usd_per_hour
-        return (rent, Split(trainer, time, covered[1])) if rent <= self.problem.budget else None
+        split = Split(trainer, time, covered[1])
+        rent = self._with_trainer(covered[0], split)
+        return (rent, split) if rent <= self.problem.budget else None
+
+    def _with_trainer(self, usd: float, split: Split) -> float:
+        """Return the USD per hour of a split whose generation was covered for so many.
+
+        A cover counts the GPUs of an offer at the mean price of all that the trainer leaves; used are the cheapest.
+        """
+        offers, trainer = self.problem.offers, split.trainer
+        usd += offers[trainer].rent(split.time.gpus)
+        for one in split.generation:
+            offer = offers[one.offer]
+            if offer.tiers:
+                beside = split.time if one.offer == trainer else None
+                before = beside.gpus if beside is not None else 0
+                usd += offer.rent(before + one.gpus) - offer.rent(before) - one.gpus * _price_beside(offer, beside)
+        return usd
 
     def fastest(self, trainer: int) -> float:
         """Return the seconds of the shortest step with this trainer; infinite: it is not possible."""
@@ -382,7 +435,7 @@ class Allocator:
         Each with what is to be small: the seconds of a step, or for `cost` its price, USD per hour times these seconds.
         """
         problem = self.problem
-        price, home = time.gpus * problem.offers[trainer].usd_per_hour, problem.offers[trainer].site
+        home = problem.offers[trainer].site
         waits = self._waits(home, NEAR * time.seconds * problem.sync_every)
         if not waits:
             return
@@ -403,7 +456,8 @@ class Allocator:
                 tried.add(split.key)
                 seconds = following_seconds(self.schedule, split, least * slower, problem.batch)
                 seconds += weights_s / problem.sync_every
-                yield (found[0] + price) * seconds if objective == "cost" else seconds, split
+                price = self._with_trainer(found[0], split)
+                yield price * seconds if objective == "cost" else seconds, split
             # offers whose weights come later save no more of generation than it still takes beyond the shortest
             later = waits[min(place + 1, len(waits) - 1)] - wait
             if objective == "throughput" and least - shortest <= later / problem.sync_every:
@@ -417,11 +471,12 @@ class Allocator:
 
     def _affordable_s(self, trainer: int, time: TrainerTime, wait: float) -> float:
         """Return the least seconds of generation beside a trainer that the budget pays; infinite: there are none."""
-        price = time.gpus * self.problem.offers[trainer].usd_per_hour
 
         def affordable(t: float) -> bool:
             found = self.cover(trainer, time, t, wait)
-            return found is not None and found[0] + price <= self.problem.budget
+            if found is None:
+                return False
+            return self._with_trainer(found[0], Split(trainer, time, found[1])) <= self.problem.budget
 
         return least_time(affordable)
 
@@ -462,6 +517,13 @@ def _faster(layers: Sequence[TrainerTime | None], rows: Sequence[TrainerTime | N
                 best = time
         times.append(best)
     return tuple(times)
+
+
+def _price_beside(offer: Offer, trainer: TrainerTime | None) -> float:
+    """Return the mean price of the GPUs that a trainer leaves of an offer; None: it takes none of them."""
+    if not offer.tiers or trainer is None or trainer.gpus >= offer.count:
+        return offer.usd_per_hour
+    return (offer.rent(offer.count) - offer.rent(trainer.gpus)) / (offer.count - trainer.gpus)
 
 
 def most_replicas(offer: Offer, tensor_parallel: int, trainer: TrainerTime | None = None) -> int:

@@ -81,7 +81,7 @@ def _at_more_sites(allocator: Allocator, split: Split) -> Iterator[Split]:
         if offer.site in generate:
             continue
         for replica in _single_replicas(allocator, number, split.trainer, split.time):
-            usd = replica.gpus * offer.usd_per_hour
+            usd = offer.rent(replica.gpus)
             if usd < further.get(offer.site, (math.inf,))[0]:
                 further[offer.site] = usd, replica
     for _, replica in sorted(further.values(), key=lambda one: one[0]):

@@ -18,7 +18,7 @@ from streamrl.output_files import check_output
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from scheduler.capacity.allocation import PlanObjective, Problem
+    from scheduler.capacity.allocation import Offer, PlanObjective, Problem
     from scheduler.capacity.placement_plan import Colocated, PlacementPlan, Step
     from streamrl.planning.planning_inputs import Inputs
 
@@ -235,10 +235,18 @@ def _show_choice(console: Console, inputs: Inputs, found: Sequence[PlacementPlan
         say(f"kept in {trainer.site}: {_kept(best, found[1])}")
     say(f"released: {', '.join(released) or 'none'}")
     for text in dict.fromkeys(
-        f"price of {offer.device.name} in {offer.site}: {offer.usd_per_hour:g} USD/h ({source})"
+        f"price of {offer.device.name} in {offer.site}: {_prices(offer)} ({source})"
         for offer, source in zip(offers, inputs.prices, strict=True)
     ):
         say(text)
+
+
+def _prices(offer: Offer) -> str:
+    """Say what the GPUs of an offer cost."""
+    if not offer.tiers:
+        return f"{offer.usd_per_hour:g} USD/h"
+    each = ", ".join(f"{usd:g} USD/h for {count}" for count, usd in offer.tiers)
+    return f"{each}; those that are released are the dearest"
 
 
 def _kept(best: PlacementPlan, other: PlacementPlan) -> str:
@@ -276,7 +284,7 @@ def _split_rows(best: PlacementPlan) -> list[tuple[str, ...]]:
     offers = best.problem.offers
     home = offers[best.split.trainer]
     gpus = best.split.time.gpus
-    price = f"{gpus * home.usd_per_hour:.2f}"
+    price = f"{gpus * best.split.price(offers, best.split.trainer):.2f}"
     time = best.split.time
     spread = f"{time.copies} x " if time.copies > 1 else ""
     spread += f"FSDP {time.shard}" + (f" x TP {time.tensor_parallel}" if time.tensor_parallel > 1 else "")
@@ -284,7 +292,10 @@ def _split_rows(best: PlacementPlan) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = [(home.site, "trainer", home.device.name, str(gpus), spread, "", "", price)]
     for one, share in zip(best.split.generation, best.shares, strict=True):
         offer = offers[one.offer]
-        shape, price = f"{one.count} x {one.kind.tensor_parallel}", f"{one.gpus * offer.usd_per_hour:.2f}"
+        shape, price = (
+            f"{one.count} x {one.kind.tensor_parallel}",
+            f"{one.gpus * best.split.price(offers, one.offer):.2f}",
+        )
         where = (offer.site, "generation", offer.device.name, str(one.gpus))
         rows.append((*where, shape, str(one.kind.slots), f"{share:.0%}", price))
     return rows
@@ -329,6 +340,10 @@ def _plain(
                 "gpu": offer.device.name,
                 "count": offer.count,
                 "usd_per_hour": offer.usd_per_hour,
+                "prices": [
+                    {"gpus": count, "usd_per_hour": usd}
+                    for count, usd in offer.tiers or ((offer.count, offer.usd_per_hour),)
+                ],
                 "price_source": source,
                 "figures_source": offer.device.source,
             }

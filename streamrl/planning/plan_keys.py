@@ -37,7 +37,7 @@ def site_keys(plan: PlacementPlan, prices: Sequence[str]) -> dict[str, dict[str,
         )
         if machines > 1 + 1e-9 or (site == offers[home].site and time.nodes > 1):
             keys["launch"] = {"backend": "ray"}  # a launcher's own processes are on one machine
-    sites[offers[home].site]["trainer"] = {"ranks": time.gpus, **time.keys, **_device_keys(offers[home], prices[home])}
+    sites[offers[home].site]["trainer"] = {"ranks": time.gpus, **time.keys, **_device_keys(plan, home, prices)}
     for one in plan.split.generation:
         offer, degree = offers[one.offer], one.kind.tensor_parallel
         pools = sites[offer.site].setdefault("generation", [])
@@ -45,7 +45,7 @@ def site_keys(plan: PlacementPlan, prices: Sequence[str]) -> dict[str, dict[str,
         pool["max_batch"] = one.kind.slots
         if offer.device.name != CPU:
             pool["gpu_memory_fraction"] = GPU_MEMORY_FRACTION
-        pools.append(pool | _device_keys(offer, prices[one.offer], degree))
+        pools.append(pool | _device_keys(plan, one.offer, prices, degree))
     return sites
 
 
@@ -54,12 +54,13 @@ def as_yaml(sites: dict[str, dict[str, Any]]) -> str:
     return yaml.safe_dump({"sites": sites}, default_flow_style=None, sort_keys=False, width=1000)
 
 
-def _device_keys(offer: Offer, source: str, gpus: int = 1) -> dict[str, Any]:
+def _device_keys(plan: PlacementPlan, number: int, prices: Sequence[str], gpus: int = 1) -> dict[str, Any]:
+    offer = plan.problem.offers[number]
     keys: dict[str, Any] = {"gpu": offer.device.name}
     if offer.device.name == CPU:
         keys["threads"] = 1  # a plan counts cores
-    if source == STATED:
-        keys["price_per_hour"] = float(f"{gpus * offer.usd_per_hour:.6g}")
+    if prices[number] == STATED or offer.tiers:
+        keys["price_per_hour"] = float(f"{gpus * plan.split.price(plan.problem.offers, number):.6g}")
     return keys
 
 

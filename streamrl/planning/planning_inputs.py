@@ -77,7 +77,7 @@ def load_devices(path: Path | None) -> dict[str, Device]:
 def offers_of(
     cluster: ClusterConfig, devices: dict[str, Device], cluster_file: Path, in_turns: bool = False
 ) -> tuple[tuple[Offer, ...], tuple[str, ...]]:
-    """Return all GPUs of the cluster file by site, type and price, whatever their pool, and the prices' sources.
+    """Return all GPUs of the cluster file by site and type, whatever their pool and price, and the prices' sources.
 
     A `max_batch` that the file states limits replicas on all GPUs of that type, wherever they are, to the largest one
     stated: what a GPU can do does not depend on the pool that it is in. Where none is stated, memory is the limit.
@@ -96,7 +96,9 @@ def offers_of(
     from streamrl.config.cluster import GenerationPool
     from streamrl.planning.plan_keys import STATED
 
-    counts: Counter[tuple[str, str, float, str]] = Counter()
+    # of each type at a site: GPUs and sources by price; 0.3 / 3 and 0.1 are one price
+    counts: dict[tuple[str, str], dict[float, int]] = {}
+    sources: dict[tuple[str, str], dict[str, None]] = {}
     slots: dict[str, int] = {}
     for site, entry in cluster.sites.items():
         pools: list[tuple[str, TrainerPool | GenerationPool, int, int]] = []
@@ -129,7 +131,7 @@ def offers_of(
                     f"{cluster_file}: site {site}, {what}: no price_per_hour, and {found.name} has no default; "
                     f"give one there, or {found.name}: {{usd_per_hour: ...}} in --hardware FILE"
                 )
-            key, count = (site, found.name, usd, source), members * each
+            key, count = (site, found.name), members * each
             if isinstance(pool, GenerationPool):
                 generate[found.name] += count
                 if "max_batch" in pool.model_fields_set:
@@ -137,9 +139,15 @@ def offers_of(
             elif in_turns:
                 count = max(0, count - generate[found.name])
             if count:
-                counts[key] += count
-    offers = [Offer(site, devices[gpu], count, usd, slots.get(gpu)) for (site, gpu, usd, _), count in counts.items()]
-    return tuple(offers), tuple(source for *_, source in counts)
+                tiers = counts.setdefault(key, {})
+                usd = next((price for price in tiers if math.isclose(price, usd)), usd)
+                tiers[usd] = tiers.get(usd, 0) + count
+                sources.setdefault(key, {})[source] = None
+    offers = [
+        Offer.at_prices(site, devices[gpu], ((count, usd) for usd, count in tiers.items()), slots.get(gpu))
+        for (site, gpu), tiers in counts.items()
+    ]
+    return tuple(offers), tuple(" and ".join(sources[key]) for key in counts)
 
 
 def routes_of(cluster: ClusterConfig) -> tuple[tuple[frozenset[str], Route], ...]:

@@ -317,6 +317,57 @@ def test_devices_of_instances_that_a_pool_may_get_are_counted(tmp_path: Path) ->
     assert [offer.count for offer in offers if offer.device.name == "H20"] == [16]
 
 
+@pytest.mark.parametrize(
+    ("train", "generate", "prices"),
+    [
+        (3.0, 9.0, {(20, 3.0)}),
+        (0.1, 0.3, {(20, 0.1)}),  # 0.3 / 3 is not 0.1 exactly
+        (3.0, None, {(20, 3.0)}),  # the catalogue has this price
+        (3.0, 3.0, {(8, 3.0), (12, 1.0)}),
+    ],
+)
+def test_gpus_of_a_type_at_a_site_are_one_offer_whatever_their_prices(
+    train: float, generate: float | None, prices: set[tuple[int, float]], tmp_path: Path
+) -> None:
+    def change(values: Any) -> None:
+        site = values["sites"]["train"]
+        pool = {"name": "beside", "gpu": "H100", "replicas": 4, "gpus_per_replica": 3}
+        site["generation"] = [pool if generate is None else {**pool, "price_per_hour": generate}]
+        site["trainer"] = {"gpu": "H100", "ranks": 8, "price_per_hour": train}
+
+    path = edited(tmp_path, change)
+    offers, sources = offers_of(load_cluster(path), known_devices(), path)
+    (place,) = [number for number, one in enumerate(offers) if one.device.name == "H100"]
+    one = offers[place]
+    assert one.count == 20 and set(one.tiers or ((one.count, one.usd_per_hour),)) == prices
+    assert one.usd_per_hour == pytest.approx(sum(count * usd for count, usd in prices) / 20)
+    assert ("the cluster file and default of" in sources[place]) == (generate is None)
+
+
+def test_a_plan_of_gpus_of_two_prices_has_keys_that_cost_as_much(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def change(values: Any) -> None:
+        site = values["sites"]["train"]
+        site["generation"] = [{"name": "beside", "gpu": "H100", "replicas": 12, "price_per_hour": 1.0}]
+        site["trainer"] = {"gpu": "H100", "ranks": 8, "price_per_hour": 3.0}
+        values["sites"] = {"train": site}
+        values["links"] = []
+
+    path = edited(tmp_path, change)
+    options = ("--model", "7b", "--schedule", "sync", "--json", tmp_path / "plan.json")
+    assert streamrl(monkeypatch, "plan", "--cluster", path, *options) == 0
+    text = capsys.readouterr().out
+    assert "1 USD/h for 12, 3 USD/h for 8; those that are released are the dearest" in text, text
+    values = json.loads((tmp_path / "plan.json").read_text())
+    (offer,) = values["offers"]
+    assert offer["prices"] == [{"gpus": 12, "usd_per_hour": 1.0}, {"gpus": 8, "usd_per_hour": 3.0}]
+    keys = values["plans"][0]["sites"]["train"]
+    usd = keys["trainer"]["ranks"] * keys["trainer"]["price_per_hour"]
+    usd += sum(pool["replicas"] * pool["price_per_hour"] for pool in keys["generation"])
+    assert usd == pytest.approx(values["plans"][0]["schedules"]["sync"]["usd_per_hour"], rel=1e-5)
+
+
 def test_a_model_is_found_as_launch_finds_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     values = {"num_hidden_layers": 2, "hidden_size": 8, "num_attention_heads": 2, "intermediate_size": 16}
     asked: list[tuple[str, bool]] = []

@@ -423,6 +423,41 @@ def test_a_step_that_takes_too_long_to_count_is_told_instead_of_a_lack_of_gpus()
         plans(Problem(MODELS["7b"], endless, GRPO, (offer("a", "H800", 8),)), "sync", "throughput")
 
 
+def at_prices(gpu: str, *tiers: tuple[int, float]) -> Problem:
+    return replace(problem(Offer.at_prices("a", device(gpu), tiers, None)), model=MODELS["7b"])
+
+
+@pytest.mark.parametrize("schedule", ["sync", "stream", "one_step_off"])
+@pytest.mark.parametrize("cheap", [1.0, 2.9, 2.0])
+def test_gpus_of_two_prices_are_planned_as_those_of_one_and_the_cheapest_are_rented(
+    schedule: str, cheap: float
+) -> None:
+    whole = plans(at_prices("H100", (24, 3.0)), schedule, "throughput")[0]
+    mixed = plans(at_prices("H100", (16, 3.0), (8, cheap)), schedule, "throughput")[0]
+    gpus = sum(whole.split.used.values())
+    assert gpus > 8 and mixed.split.key == whole.split.key
+    assert mixed.chosen.seconds == whole.chosen.seconds
+    assert mixed.chosen.usd_per_hour == pytest.approx(8 * cheap + (gpus - 8) * 3.0)
+    shown = sum(used * mixed.split.price(mixed.problem.offers, number) for number, used in mixed.split.used.items())
+    assert shown == pytest.approx(mixed.chosen.usd_per_hour)
+
+
+@pytest.mark.parametrize("schedule", ["sync", "one_step_off"])
+def test_a_budget_counts_the_cheapest_gpus_of_two_prices(schedule: str) -> None:
+    one = at_prices("H100", (8, 20.0), (4, 1.0))
+    best = plans(replace(one, budget=4.0), schedule, "throughput")[0]
+    assert sum(best.split.used.values()) == 4 and best.chosen.usd_per_hour == pytest.approx(4.0)
+    dear = plans(replace(one, budget=45.0), schedule, "throughput")[0]
+    assert sum(dear.split.used.values()) <= 6 and dear.chosen.usd_per_hour <= 45.0
+
+
+def test_the_cheapest_plan_of_gpus_of_two_prices_leaves_the_dear_ones() -> None:
+    best = plans(at_prices("H100", (12, 20.0), (6, 1.0)), "sync", "cost")[0]
+    alone = plans(at_prices("H100", (6, 1.0)), "sync", "cost")[0]
+    assert sum(best.split.used.values()) <= 6
+    assert best.chosen.usd_per_1k <= alone.chosen.usd_per_1k * 1.001
+
+
 def test_the_named_smallest_change_fits() -> None:
     short = Problem(MODELS["72b"], BATCH, PPO, (offer("a", "H800", 8),))
     with pytest.raises(ValueError, match=r"smallest change that fits: (\d+) H800") as told:
