@@ -259,15 +259,8 @@ class Allocator:
         self.steady = KINDS[schedule].continuous
         self.trainers = trainers_of(problem)
         """Times of each offer that holds the trainer, by GPUs."""
-        self.kinds: dict[int, list[ReplicaKind]] = {}
-        for number, offer in enumerate(problem.offers):
-            if offer.generates:
-                fits = (
-                    replica_kind(problem.model, offer.device, tp, problem.batch, offer.max_batch)
-                    for tp in replica_degrees(problem.model, offer.device)
-                    if tp <= offer.count
-                )
-                self.kinds[number] = [kind for kind in fits if kind is not None]
+        self.kinds = kinds_of(problem)
+        """Replicas that each offer holds."""
 
     def generation_s(self, generation: Sequence[Replicas]) -> float:
         """Return the seconds in which these replicas generate a batch under the schedule."""
@@ -479,6 +472,20 @@ class Allocator:
             return self._with_trainer(found[0], Split(trainer, time, found[1])) <= self.problem.budget
 
         return least_time(affordable)
+
+
+def kinds_of(problem: Problem) -> dict[int, list[ReplicaKind]]:
+    """Return the replicas that each offer holds, of each degree of tensor parallelism; [] if it holds none."""
+    kinds = {}
+    for number, offer in enumerate(problem.offers):
+        if offer.generates:
+            fits = (
+                replica_kind(problem.model, offer.device, tp, problem.batch, offer.max_batch)
+                for tp in replica_degrees(problem.model, offer.device)
+                if tp <= offer.count
+            )
+            kinds[number] = [kind for kind in fits if kind is not None]
+    return kinds
 
 
 def trainers_of(problem: Problem) -> dict[int, tuple[TrainerTime | None, ...]]:

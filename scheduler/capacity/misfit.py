@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from scheduler.capacity.allocation import Allocator, Problem, most_replicas
+from scheduler.capacity.allocation import Allocator, Problem, kinds_of, most_replicas
 from scheduler.capacity.covering import LONGEST_STEP_S
 from scheduler.capacity.plan_refinement import ROUNDING
-from scheduler.cost.generation_cost import GPU_MEMORY_FRACTION, free_bytes, replica_degrees, slots_of
+from scheduler.cost.generation_cost import GPU_MEMORY_FRACTION, ReplicaKind, free_bytes, replica_degrees, slots_of
 from scheduler.cost.hardware import machines_of
 from scheduler.cost.training_cost import TrainerTime
 from scheduler.cost.training_memory import (
@@ -50,7 +50,7 @@ def _training(problem: Problem) -> str:
     """Explain why no offer holds the trainer."""
     longest = problem.batch.most_tokens
     lines, changes = [], []
-    for offer in problem.offers:
+    for number, offer in enumerate(problem.offers):
         if not offer.trains:
             continue
         most = max(gpus for gpus in range(1, offer.count + 1) if machines_of(offer.device, gpus) is not None)
@@ -65,12 +65,30 @@ def _training(problem: Problem) -> str:
             at_most = _longest_that_fits(problem, offer.device.memory_gb)
             lines[-1] += f"; no number of them holds a sample of {longest:.0f} tokens ({at_most})"
         else:
-            changes.append((enough - offer.count, enough, f"{enough} {offer.device.name} in {offer.site}"))
+            changes.append(_change(problem, number, enough))
     text = f"{problem.model.name} cannot be trained here:\n" + "\n".join(lines)
     if changes:
-        more, _, what = min(changes)
-        text += f"\nthe smallest change that fits: {what} ({more} more)"
+        text += f"\nthe smallest change that fits: {min(changes)[-1]}"
     return text + _recomputing(problem)
+
+
+def _change(problem: Problem, number: int, enough: int) -> tuple[int, int, str]:
+    """Return what it takes to train on so many GPUs of an offer with a replica beside it: GPUs more, all, in words."""
+    offer = problem.offers[number]
+    more = enough - offer.count
+    changed = _with_more(problem, number, more)
+    trainer = TrainerTime(enough, enough, 0.0, 0.0, 0.0, nodes=machines_of(offer.device, enough) or 1)
+    text = f"{enough} {_named(problem, number)} ({more} more)"
+    lacking = _lacking(changed, kinds_of(changed), number, trainer)
+    if lacking is None or not lacking[0]:
+        return more, enough, text
+    beside, other, degree = lacking
+    both = more + beside
+    if other == number:
+        text += f"; with a replica of {degree} beside it: {enough + beside} ({both} more)"
+    else:
+        text += f"; with a replica of {degree} also {beside} more {_named(problem, other)}"
+    return both, enough, text
 
 
 def _longest_that_fits(problem: Problem, memory_gb: float) -> str:
@@ -123,7 +141,7 @@ def _together(problem: Problem, allocator: Allocator) -> str:
     for number, times in allocator.trainers.items():
         offer = problem.offers[number]
         smallest = _smallest_of(times)
-        lacking = _lacking(problem, allocator, number, smallest)
+        lacking = _lacking(problem, allocator.kinds, number, smallest)
         if lacking is None:
             parts.append(f"with the trainer on {offer.name}, no generation can be reached: a link is missing")
             continue
@@ -143,13 +161,15 @@ def _smallest_of(times: Sequence[TrainerTime | None]) -> TrainerTime:
     return min((one for one in times if one is not None), key=lambda one: one.gpus)
 
 
-def _lacking(problem: Problem, allocator: Allocator, trainer: int, time: TrainerTime) -> tuple[int, int, int] | None:
+def _lacking(
+    problem: Problem, every: Mapping[int, Sequence[ReplicaKind]], trainer: int, time: TrainerTime
+) -> tuple[int, int, int] | None:
     """Return the fewest GPUs that are lacking for a replica beside a trainer: (how many, their offer, the replica's).
 
     None: no offer that can serve the model is reached.
     """
     found = []
-    for other, kinds in allocator.kinds.items():
+    for other, kinds in every.items():
         offer = problem.offers[other]
         if other != trainer and offer.site != problem.offers[trainer].site and not _linked(problem, trainer, other):
             continue

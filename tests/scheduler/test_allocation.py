@@ -31,7 +31,7 @@ from scheduler.cost.generation_cost import Batch, replica_kind, requests_of_shar
 from scheduler.cost.hardware import device, tensor_parallel_degrees
 from scheduler.cost.model_shapes import MODELS, Transformer
 from scheduler.cost.speculative_decoding import Speculation, best_drafts
-from scheduler.cost.trainer_work import GRPO, PPO
+from scheduler.cost.trainer_work import GRPO, PPO, TrainingWork
 from scheduler.cost.training_cost import TrainerTime
 from scheduler.dispatch.baselines import RoundRobin
 from scheduler.simulation.generation_simulator import SimulatedInstance, SimulatedRequest, simulate
@@ -421,6 +421,25 @@ def test_a_step_that_takes_too_long_to_count_is_told_instead_of_a_lack_of_gpus()
     endless = replace(BATCH, samples=10**9)
     with pytest.raises(ValueError, match=r"both fit, but a step takes over 1e\+07 s"):
         plans(Problem(MODELS["7b"], endless, GRPO, (offer("a", "H800", 8),)), "sync", "throughput")
+
+
+@pytest.mark.parametrize(
+    ("model", "gpu", "work"), [("72b", "H800", PPO), ("32b", "RTX4090", GRPO), ("32b", "H20", PPO)]
+)
+def test_the_smallest_change_counts_a_replica_beside_the_trainer(model: str, gpu: str, work: TrainingWork) -> None:
+    short = Problem(MODELS[model], BATCH, work, (offer("a", gpu, 2),))
+    with pytest.raises(ValueError, match=r"smallest change") as told:
+        plans(short, "sync", "throughput")
+    words = re.search(
+        rf"fits: (\d+) {gpu} in a \((\d+) more\); with a replica of (\d+) beside it: (\d+)", str(told.value)
+    )
+    assert words is not None, told.value
+    trainer, more, replica, both = map(int, words.groups())
+    assert trainer == more + 2 and both >= trainer + replica
+    assert plans(replace(short, offers=(offer("a", gpu, both),)), "sync", "throughput")
+    others = (offer("a", gpu, 2), replace(offer("a", "H200", 8), trains=False))
+    with pytest.raises(ValueError, match=r"fits: \d+ \S+ in a \(\d+ more\)(\n|$)"):  # a replica has a place there
+        plans(replace(short, offers=others), "sync", "throughput")
 
 
 def at_prices(gpu: str, *tiers: tuple[int, float]) -> Problem:
