@@ -186,10 +186,10 @@ def plans(problem: Problem, schedule: str, objective: PlanObjective, simulated: 
     found = ranked(problem, made) if made else []
     sharing = replace(problem, shares_rows=True)
     if trainers_of(sharing) != trainers_of(problem):
-        made = plans_within(sharing, schedule, objective, waiting)
-        # no simulated step is shorter than one by rates: most of these plans need no simulation
-        if made and (not found or _clearly_better(min(made, key=_worth), found[0])):
-            others = ranked(sharing, made)
+        others = plans_within(sharing, schedule, objective, waiting)
+        # by rates first: they take no time, and simulated steps are seldom apart where rates are not
+        if others and (not made or _clearly_better(min(others, key=_worth), min(made, key=_worth))):
+            others = ranked(sharing, others)
             if not found or _clearly_better(others[0], found[0]):
                 found = others
     if not found:
