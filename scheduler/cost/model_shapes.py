@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -146,6 +146,8 @@ class Transformer:
         """
         if not isinstance(values, Mapping):
             raise ValueError("expected an object with the keys of a model's config.json")
+        if values.get("text_config") and not isinstance(values["text_config"], Mapping):
+            raise ValueError(f"text_config must be an object with keys, got {values['text_config']!r}")
         outer, values = values, text_part(values)
         if any(values.get(key) for key in EXPERT_COUNTS):
             raise ValueError("this model is a mixture of experts; the cost model only supports dense decoders")
@@ -155,6 +157,12 @@ class Transformer:
                 raise ValueError(f"{key} must be a whole number of 1 or more, got {values.get(key)!r}")
         layers, hidden, heads, intermediate, vocabulary = (values[key] for key in wanted)
         kv_heads = values.get("num_key_value_heads") or heads
+        if isinstance(kv_heads, bool) or not isinstance(kv_heads, int) or kv_heads < 1 or heads % kv_heads:
+            wanted_heads = f"a divisor of num_attention_heads, {heads}"
+            raise ValueError(f"num_key_value_heads must be {wanted_heads}, got {kv_heads!r}")
+        types = values.get("layer_types")
+        if types and (isinstance(types, str) or not isinstance(types, Sequence)):
+            raise ValueError(f"layer_types must be a list with a type for each layer, got {types!r}")
         size = values.get("head_dim") or hidden // heads
         kind = values.get("model_type") or outer.get("model_type")
         if kind in UNGATED:
@@ -167,7 +175,8 @@ class Transformer:
 
 def text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the part of a `config.json` that describes the language model."""
-    return config.get("text_config") or config
+    part = config.get("text_config")
+    return part if part and isinstance(part, Mapping) else config
 
 
 def window_of(values: Mapping[str, Any]) -> int:
@@ -211,8 +220,8 @@ def counted_in_full(values: Mapping[str, Any]) -> str:
 
 def _attends_alone(values: Mapping[str, Any]) -> bool:
     """Return whether a `config.json` speaks of no layers but those in which tokens meet in attention."""
-    types = values.get("layer_types") or ()
-    if any("attention" not in str(kind) or "linear" in str(kind) for kind in types):
+    types = values.get("layer_types")
+    if isinstance(types, Sequence) and any("attention" not in str(kind) or "linear" in str(kind) for kind in types):
         return False
     return not any(value and key.startswith(OTHER_LAYERS) for key, value in values.items())
 

@@ -267,7 +267,7 @@ class SiteLink(StrictModel):
     """The network link between two sites, the same in both directions."""
 
     between: tuple[PoolName, PoolName] = Field(description="names of the two sites")
-    bandwidth_gbit_s: float = Field(gt=0, description="bandwidth in each direction, 10^9 bits per second")
+    bandwidth_gbit_s: float = Field(gt=0, le=1e9, description="bandwidth in each direction, 10^9 bits per second")
     rtt_ms: float = Field(ge=0, description="round-trip time in milliseconds")
     loss: float = Field(0.0, ge=0, lt=0.5, description="share of packets lost (used by --emulate only)")
     weight_share: float = Field(

@@ -344,6 +344,32 @@ def test_gpus_of_a_type_at_a_site_are_one_offer_whatever_their_prices(
     assert ("the cluster file and default of" in sources[place]) == (generate is None)
 
 
+@pytest.mark.parametrize(
+    ("wrong", "what"),
+    [
+        ({"text_config": 5}, "text_config must be an object with keys, got 5"),
+        ({"text_config": [1]}, "text_config must be an object with keys, got [1]"),
+        ({"layer_types": 5}, "layer_types must be a list with a type for each layer, got 5"),
+        ({"layer_types": "x"}, "layer_types must be a list with a type for each layer, got 'x'"),
+        ({"num_key_value_heads": 64}, "num_key_value_heads must be a divisor of num_attention_heads, 32, got 64"),
+        ({"num_key_value_heads": 5}, "num_key_value_heads must be a divisor of num_attention_heads, 32, got 5"),
+        ({"num_key_value_heads": "8"}, "num_key_value_heads must be a divisor of num_attention_heads, 32, got '8'"),
+        ({"num_key_value_heads": True}, "num_key_value_heads must be a divisor of num_attention_heads, 32, got True"),
+    ],
+)
+def test_a_models_config_with_a_wrong_value_is_refused_by_file_and_key(
+    tmp_path: Path, wrong: dict[str, Any], what: str
+) -> None:
+    right = {"num_hidden_layers": 2, "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8}
+    right |= {"intermediate_size": 9000, "vocab_size": 32_000}
+    (tmp_path / "config.json").write_text(json.dumps(right))
+    assert find_model(str(tmp_path)).kv_heads == 8
+    (tmp_path / "config.json").write_text(json.dumps(right | wrong))
+    with pytest.raises(UserError) as told:
+        find_model(str(tmp_path))
+    assert str(told.value) == f"--model {tmp_path}: {tmp_path / 'config.json'}: {what}"
+
+
 def test_a_plan_of_gpus_of_two_prices_has_keys_that_cost_as_much(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -583,6 +609,7 @@ def _link(key: str, value: Any) -> Any:
         (_set("train", "price_per_hour", -1), ("price_per_hour",)),
         (_set("train", "ranks", 0), ("ranks",)),
         (_link("bandwidth_gbit_s", 0), ("bandwidth_gbit_s",)),
+        (_link("bandwidth_gbit_s", 1e300), ("cluster.yaml:", "links.0.bandwidth_gbit_s", "1000000000")),
         (_link("price_per_gb", -1), ("price_per_gb",)),
     ],
 )
