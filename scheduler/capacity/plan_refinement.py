@@ -206,7 +206,8 @@ class Refinement:
         for other in (*rest, *self._unused(split)):
             each = other.kind.share(limit, True)
             if each > 0:
-                more = math.ceil(share / each) + (other.count if other in rest else 0)
+                # a pool may generate nothing by the limit: it is slow, and the batch has few samples
+                more = max(1, math.ceil(share / each)) + (other.count if other in rest else 0)
                 if more <= self._most(other, split):
                     apart = tuple(one for one in rest if one is not other)
                     yield _split(split.trainer, split.time, (*apart, replace(other, count=more)))

@@ -74,6 +74,18 @@ def test_more_gpus_make_no_plan_slower() -> None:
     assert more.chosen.seconds <= 1.01 * few.chosen.seconds, (few.text, more.text)
 
 
+def test_a_pool_that_generates_nothing_by_rate_is_replaced_by_one_that_has_a_replica() -> None:
+    """One sample, which mostly is short and at times very long: in a usual step, a slow GPU generates nothing."""
+    lengths = np.where(np.random.default_rng(0).random(3000) < 0.9, 500.0, 20_000.0)
+    batch = Batch.of(lengths, 1, 100, staleness=2)
+    offers = Offer("a", device("L40S"), 2, 0.335, 256), Offer("b", device("A100-80"), 3, 2.251, 256)
+    links = ((frozenset("ab"), Route(1e9, 0.1, 1.0)),)
+    for count in (2, 3):
+        several = (offers[0], replace(offers[1], count=count))
+        one = Problem(MODELS["7b"], batch, GRPO, several, links, delta_ratio=1.0)
+        assert all(pool.count for pool in plans(one, "async", "throughput")[0].split.generation)
+
+
 @pytest.mark.parametrize("objective", ["throughput", "cost"])
 def test_one_gpu_more_makes_no_plan_slower_or_a_refusal_though_layers_hold_the_trainer_then(
     objective: PlanObjective,
