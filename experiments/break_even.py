@@ -23,9 +23,10 @@ from typing import Literal
 
 import numpy as np
 
-from scheduler.capacity.allocation import DELTA_RATIO, SYNC_SIZES, Allocator, Offer, Problem, Route, Split
+from scheduler.capacity.allocation import SYNC_SIZES, Allocator, Split
 from scheduler.capacity.placement_plan import PlacementPlan, colocated, evaluate
 from scheduler.capacity.plan_search import plans, plans_within
+from scheduler.capacity.problem import DELTA_RATIO, Offer, Problem, Route
 from scheduler.cost.generation_cost import Batch
 from scheduler.cost.hardware import Device
 from scheduler.cost.model_shapes import Transformer

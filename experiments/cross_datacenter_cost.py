@@ -46,7 +46,7 @@ from plan_constants import batch
 from rich.progress import track
 from running import OUT_HELP, ROOT, Sheet, explanation, results_folder, save_plot, terminal
 
-from scheduler.capacity.allocation import DELTA_RATIO
+from scheduler.capacity.problem import DELTA_RATIO
 from scheduler.cost.hardware import device
 from scheduler.cost.trainer_work import PPO
 from streamrl.errors import UserError

@@ -9,10 +9,10 @@ from types import ModuleType
 
 import numpy as np
 
-from scheduler.capacity import allocation, gpu_memory
-from scheduler.capacity.allocation import Offer, Problem, Route
+from scheduler.capacity import allocation, gpu_memory, problem
 from scheduler.capacity.placement_plan import PlacementPlan, colocated
 from scheduler.capacity.plan_search import plans
+from scheduler.capacity.problem import Offer, Problem, Route
 from scheduler.cost import decode, generation_cost, training_cost, training_memory
 from scheduler.cost.generation_cost import Batch
 from scheduler.cost.hardware import Device, device
@@ -60,7 +60,7 @@ class Clusters:
     def two(self) -> Problem:
         offers = offer(self.h800, 16), offer(self.h20, 32)
         routes = ((frozenset(one.site for one in offers), BETWEEN),)
-        return Problem(MODELS["7b"], self.shape, PPO, offers, routes, delta_ratio=allocation.DELTA_RATIO)
+        return Problem(MODELS["7b"], self.shape, PPO, offers, routes, delta_ratio=problem.DELTA_RATIO)
 
 
 def samples_per_cost(best: PlacementPlan) -> float:
@@ -110,7 +110,7 @@ SOURCES: dict[ModuleType, dict[str, str]] = {
         "GPU_MEMORY_FRACTION": "assumption between a pool's default 0.85 and vLLM's 0.92",
         "ENGINE_BYTES": "assumption; no published figure was found",
     },
-    allocation: {
+    problem: {
         "DELTA_RATIO": "measured at a learning rate of 5e-6 (experiments/delta_codec.py)",
         "SAMPLE_BYTES_PER_TOKEN": "controller/site_services.py",
     },

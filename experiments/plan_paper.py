@@ -20,9 +20,9 @@ from plan_constants import RATIO_LENGTHS, Clusters, batch, constants, offer, sam
 from rich.console import Console
 from rich.table import Table
 
-from scheduler.capacity.allocation import Problem
 from scheduler.capacity.placement_plan import PlacementPlan, colocated
 from scheduler.capacity.plan_search import plans
+from scheduler.capacity.problem import Problem
 from scheduler.capacity.steady_step import steady_step
 from scheduler.cost.decode import PAPER_7B_H800, roofline
 from scheduler.cost.hardware import device

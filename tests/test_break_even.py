@@ -12,10 +12,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from scheduler.capacity.allocation import Allocator, Offer, Problem, Route, Split
+from scheduler.capacity.allocation import Allocator, Split
 from scheduler.capacity.covering import Replicas
 from scheduler.capacity.placement_plan import Step, evaluate
 from scheduler.capacity.plan_search import plans
+from scheduler.capacity.problem import Offer, Problem, Route
 from scheduler.cost.generation_cost import Batch
 from scheduler.cost.hardware import device
 from scheduler.cost.model_shapes import MODELS

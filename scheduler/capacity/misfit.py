@@ -6,9 +6,10 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from scheduler.capacity.allocation import Allocator, Problem, kinds_of, most_replicas
+from scheduler.capacity.allocation import Allocator, kinds_of, most_replicas
 from scheduler.capacity.covering import LONGEST_STEP_S
 from scheduler.capacity.plan_refinement import ROUNDING
+from scheduler.capacity.problem import Problem
 from scheduler.cost.generation_cost import GPU_MEMORY_FRACTION, ReplicaKind, free_bytes, replica_degrees, slots_of
 from scheduler.cost.hardware import machines_of
 from scheduler.cost.training_cost import TrainerTime

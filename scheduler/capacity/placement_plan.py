@@ -21,8 +21,9 @@ import math
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from scheduler.capacity.allocation import Allocator, PlanObjective, Problem, Split, following_seconds, most_replicas
+from scheduler.capacity.allocation import Allocator, PlanObjective, Split, following_seconds, most_replicas
 from scheduler.capacity.covering import LONGEST_STEP_S, Replicas, generation_seconds, least_time
+from scheduler.capacity.problem import Problem
 from scheduler.capacity.steady_step import SteadyStep, steady_step
 from scheduler.cost.generation_cost import Batch, replica_degrees, replica_kind
 from scheduler.cost.training_cost import switch_seconds, trainer_times

@@ -6,18 +6,11 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from scheduler.capacity.allocation import (
-    ROWS_GAIN,
-    Allocator,
-    PlanObjective,
-    Problem,
-    Split,
-    most_replicas,
-    trainers_of,
-)
+from scheduler.capacity.allocation import ROWS_GAIN, Allocator, PlanObjective, Split, most_replicas, trainers_of
 from scheduler.capacity.covering import LONGEST_STEP_S, Replicas
 from scheduler.capacity.placement_plan import PlacementPlan, evaluate
 from scheduler.capacity.plan_refinement import NOISE, Refinement, price, within_budget
+from scheduler.capacity.problem import Problem
 from scheduler.cost.training_cost import TrainerTime
 from scheduler.schedule.schedules import KINDS
 

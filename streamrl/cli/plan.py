@@ -18,8 +18,9 @@ from streamrl.output_files import check_output
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from scheduler.capacity.allocation import Offer, PlanObjective, Problem
+    from scheduler.capacity.allocation import PlanObjective
     from scheduler.capacity.placement_plan import Colocated, PlacementPlan, Step
+    from scheduler.capacity.problem import Offer, Problem
     from streamrl.planning.planning_inputs import Inputs
 
 DEFAULT = "async"

@@ -10,8 +10,8 @@ from typing import Any
 
 import yaml
 
-from scheduler.capacity.allocation import Offer
 from scheduler.capacity.placement_plan import PlacementPlan
+from scheduler.capacity.problem import Offer
 from scheduler.cost.generation_cost import GPU_MEMORY_FRACTION
 from scheduler.cost.hardware import CPU
 

@@ -18,7 +18,7 @@ from streamrl.errors import ErrorCode, UserError, why_unusable
 if TYPE_CHECKING:
     import numpy as np
 
-    from scheduler.capacity.allocation import Offer, Problem, Route
+    from scheduler.capacity.problem import Offer, Problem, Route
     from scheduler.cost.hardware import Device
     from scheduler.cost.model_shapes import Transformer
     from streamrl.config.cluster import ClusterConfig, TrainerPool
@@ -91,7 +91,7 @@ def offers_of(
     Raises:
         UserError: an unknown GPU type or none, or a price that is missing or zero.
     """
-    from scheduler.capacity.allocation import Offer
+    from scheduler.capacity.problem import Offer
     from scheduler.cost.hardware import CPU, device
     from streamrl.config.cluster import GenerationPool
     from streamrl.planning.plan_keys import STATED
@@ -152,7 +152,7 @@ def offers_of(
 
 def routes_of(cluster: ClusterConfig) -> tuple[tuple[frozenset[str], Route], ...]:
     """Return the cluster's links as routes."""
-    from scheduler.capacity.allocation import Route
+    from scheduler.capacity.problem import Route
 
     return tuple(
         (frozenset(link.between), Route(link.bytes_per_s, link.rtt_s, link.price_per_gb, link.weight_share))
@@ -259,7 +259,7 @@ def gather(
     Raises:
         UserError: something is missing or wrong.
     """
-    from scheduler.capacity.allocation import DELTA_RATIO, Problem
+    from scheduler.capacity.problem import DELTA_RATIO, Problem
     from scheduler.cost.generation_cost import Batch
     from scheduler.cost.speculative_decoding import Speculation
     from scheduler.cost.trainer_work import GRPO, PPO

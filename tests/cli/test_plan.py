@@ -15,8 +15,8 @@ import yaml
 
 from ranker.data import read_rollouts
 from scheduler.capacity import placement_plan
-from scheduler.capacity.allocation import Offer
 from scheduler.capacity.placement_plan import PlacementPlan
+from scheduler.capacity.problem import Offer
 from scheduler.capacity.steady_step import steady_step
 from scheduler.cost.hardware import known_devices
 from streamrl.cli import main as cli

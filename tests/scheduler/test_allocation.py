@@ -11,20 +11,10 @@ import numpy as np
 import pytest
 
 from scheduler.capacity import allocation
-from scheduler.capacity.allocation import (
-    COARSE,
-    FINE,
-    Allocator,
-    Offer,
-    PlanObjective,
-    Problem,
-    Replicas,
-    Route,
-    Split,
-    following_seconds,
-)
+from scheduler.capacity.allocation import COARSE, FINE, Allocator, PlanObjective, Replicas, Split, following_seconds
 from scheduler.capacity.placement_plan import colocated, evaluate
 from scheduler.capacity.plan_search import plans
+from scheduler.capacity.problem import Offer, Problem, Route
 from scheduler.cost import generation_cost
 from scheduler.cost.decode import replica_ends
 from scheduler.cost.generation_cost import Batch, replica_kind, requests_of_share, slots_of

@@ -6,10 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from scheduler.capacity.allocation import Allocator, Route
+from scheduler.capacity.allocation import Allocator
 from scheduler.capacity.covering import LONGEST_STEP_S
 from scheduler.capacity.placement_plan import evaluate
 from scheduler.capacity.plan_search import plans
+from scheduler.capacity.problem import Route
 from scheduler.schedule.schedules import SEPARATE
 from tests.scheduler.test_allocation import two_sites
 

@@ -7,9 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from scheduler.capacity.allocation import Allocator, Problem, Route
+from scheduler.capacity.allocation import Allocator
 from scheduler.capacity.placement_plan import evaluate
 from scheduler.capacity.plan_search import plans
+from scheduler.capacity.problem import Problem, Route
 from scheduler.cost.model_shapes import MODELS
 from tests.scheduler.test_allocation import every_split, offer, problem
 

@@ -9,18 +9,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from scheduler.capacity.allocation import (
-    Allocator,
-    Offer,
-    PlanObjective,
-    Problem,
-    Replicas,
-    Route,
-    Split,
-    most_replicas,
-)
+from scheduler.capacity.allocation import Allocator, PlanObjective, Replicas, Split, most_replicas
 from scheduler.capacity.placement_plan import PlacementPlan, evaluate
 from scheduler.capacity.plan_search import plans
+from scheduler.capacity.problem import Offer, Problem, Route
 from scheduler.cost.generation_cost import Batch
 from scheduler.cost.hardware import device
 from scheduler.cost.model_shapes import MODELS
