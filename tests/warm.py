@@ -38,6 +38,7 @@ import socket
 import struct
 import subprocess
 import sys
+import tempfile
 import threading
 import traceback
 import types
@@ -511,6 +512,7 @@ def import_all(vllm: bool) -> None:
         importlib.import_module(name)
     if vllm:  # it imports all types of weights to find one
         sys.modules["vllm.model_executor.layers.quantization"].get_quantization_config("fp8")
+    tempfile.tempdir = None  # an import may have asked: a process that begins here has a TMPDIR of its own
     if (threads := len(os.listdir("/proc/self/task"))) != 1:
         raise RuntimeError(f"an import has started {threads - 1} threads")
 
