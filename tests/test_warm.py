@@ -18,13 +18,14 @@ from tests.marks import MARK
 from tests.waiting import scaled
 
 LOOK = """
-import json, os, sys
+import json, os, sys, tempfile
 import numpy
 if __name__ == "__main__":
     print(json.dumps({"argv": sys.argv[1:], "cwd": os.getcwd(), "parent": os.getppid(), "session": os.getsid(0),
         "pid": os.getpid(), "variable": os.environ.get("ONLY_HERE"), "inherited": "PATH" in os.environ,
         "path": sys.path[:2], "threads": len(os.listdir("/proc/self/task")), "vllm": "vllm" in sys.modules,
-        "files": len(os.listdir("/proc/self/fd")), "random": numpy.random.random()}))
+        "files": len(os.listdir("/proc/self/fd")), "random": numpy.random.random(),
+        "temporary": tempfile.gettempdir()}))
     print("to errors", file=sys.stderr)
     sys.exit(int(sys.argv[1]))
 """
@@ -43,7 +44,7 @@ def look(tmp_path: Path) -> list[str]:
 
 
 def told(command: list[str], folder: Path, **options: object) -> dict[str, object]:
-    environment = os.environ | {"ONLY_HERE": "yes", "PYTHONPATH": str(folder)}
+    environment = os.environ | {"ONLY_HERE": "yes", "PYTHONPATH": str(folder), "TMPDIR": str(folder)}
     pipe = subprocess.PIPE
     process = warm.Popen(
         command,
@@ -66,7 +67,7 @@ def test_a_warm_process_has_the_arguments_folder_variables_and_parent_it_was_giv
     for one in (first, second):
         assert one["argv"] == ["7", "a b"] and one["cwd"] == str(tmp_path) and one["path"] == [str(tmp_path)] * 2
         assert one["parent"] == os.getpid() and one["pid"] == one["id"]
-        assert one["variable"] == "yes" and one["inherited"]
+        assert one["variable"] == "yes" and one["inherited"] and one["temporary"] == str(tmp_path)
         assert one["vllm"] and one["threads"] == 1  # it begins with everything imported, and may fork
         assert one["files"] == 4  # three, and the folder that is listed
     assert second["session"] == second["pid"] != first["pid"]
