@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
@@ -478,16 +478,16 @@ def computed_otherwise(place: Place) -> str:
 
 @provokes
 def killed_for_silence(place: Place) -> str:
-    return no_sign_of_life(place, {"restarts": 1, "pause_s": 0})
+    return no_sign_of_life(place, recovery={"restarts": 1, "pause_s": 0})
 
 
 @provokes
-def no_sign_of_life(place: Place, recovery: Mapping[str, object] | None = None) -> str:
+def no_sign_of_life(place: Place, **run: object) -> str:
     told, status = place.folder / "told.json", place.folder / "runs" / "tiny" / "status.json"
     write_status(place.folder, make_status(1, 4, time.time()))
     (place.folder / "status.json").rename(told)
     writes_once = f"import shutil, time; shutil.copyfile({str(told)!r}, {str(status)!r}); time.sleep(3600)"
-    return place.supervise({"controller": writes_once}, deadlines={"heartbeat_s": 0.5}, recovery=recovery or {})
+    return place.supervise({"controller": writes_once}, deadlines={"heartbeat_s": 0.5}, **run)
 
 
 @provokes

@@ -333,7 +333,7 @@ def test_a_proof_is_made_once_for_an_architecture_and_this_code(
 
     monkeypatch.setattr(packing_choice, "_prove_here", never)
     assert proof_of(model) == first
-    monkeypatch.setattr(packing_choice, "_code", lambda: "another")
+    monkeypatch.setattr(packing_choice, "code_hash", lambda package: f"another {package.name}")
     with pytest.raises(AssertionError, match="proven again"):
         proof_of(model)
 
@@ -352,18 +352,6 @@ def test_a_proof_is_made_again_for_another_kernel(tmp_path: Path, monkeypatch: p
         monkeypatch.setattr(packing_choice, "library_name", lambda source, name=library: f"{source.stem} {name}")
         proof_of(model)
     assert len(made) == 3
-
-
-@pytest.mark.parametrize("name", ["kernel.c", "loss.py"])
-def test_the_code_of_a_proof_is_python_and_c(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    hash_of = packing_choice._code.__wrapped__
-    monkeypatch.setattr(packing_choice, "__file__", str(tmp_path / "packing_choice.py"))
-    (tmp_path / name).write_text("one")
-    first = hash_of()
-    (tmp_path / "notes.txt").write_text("no code")
-    assert hash_of() == first
-    (tmp_path / name).write_text("another")
-    assert hash_of() != first
 
 
 def test_a_proof_in_which_a_way_could_not_run_is_kept_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
