@@ -82,7 +82,7 @@ def test_a_pool_that_generates_nothing_by_rate_is_replaced_by_one_that_has_a_rep
 def test_one_gpu_more_makes_no_plan_slower_or_a_refusal_though_layers_hold_the_trainer_then(
     objective: PlanObjective,
 ) -> None:
-    """With few GPUs only ranks that share rows hold the longest sample; with all of them, ranks that share layers."""
+    """Few GPUs hold the longest sample only if ranks share rows, all of them also if ranks share layers."""
     batch = Batch.of(LENGTHS, 1024, 512, 20_000)
     one = Problem(MODELS["7b"], batch, replace(GRPO, recompute=False), (Offer("a", device("H100"), 12, 3.0),))
     before: PlacementPlan | None = None

@@ -74,7 +74,7 @@ def register() -> None:
 
 
 class _OwnModules:
-    """In place of `sys`: the modules that may hold a kernel of vLLM, a seventh of those that an engine has loaded."""
+    """A stand-in for `sys` with the modules that may hold a kernel of vLLM: a seventh of those of an engine."""
 
     @property
     def modules(self) -> dict[str, ModuleType]:
