@@ -84,10 +84,7 @@ class Split:
 
     def rent(self, offers: Sequence[Offer]) -> float:
         """Return the USD per hour of all GPUs that are used."""
-        if any(offer.tiers for offer in offers):
-            return sum(offers[number].rent(gpus) for number, gpus in self.used.items())
-        train = self.time.gpus * offers[self.trainer].usd_per_hour
-        return train + sum(one.gpus * offers[one.offer].usd_per_hour for one in self.generation)
+        return sum(offers[number].rent(gpus) for number, gpus in self.used.items())
 
     def price(self, offers: Sequence[Offer], number: int) -> float:
         """Return the USD per hour of each GPU of an offer that is used, on average."""
@@ -195,7 +192,7 @@ class Allocator:
             offer = offers[one.offer]
             if offer.tiers:
                 beside = split.time if one.offer == trainer else None
-                before = beside.gpus if beside is not None else 0
+                before = 0 if beside is None else beside.gpus
                 usd += offer.rent(before + one.gpus) - offer.rent(before) - one.gpus * _price_beside(offer, beside)
         return usd
 

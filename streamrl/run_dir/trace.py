@@ -123,7 +123,8 @@ class TraceWriter:
                     end = offset + len(line) - 2
                 elif whole := (event := parse_event(line)) is not None:
                     end = offset + len(line.rstrip(b",\n"))
-                    metadata += [event] if event.get("ph") == "M" else []
+                    if event.get("ph") == "M":
+                        metadata.append(event)
                 if not whole:  # the bracket, or an event that is not whole
                     break
                 offset += len(line)

@@ -87,15 +87,3 @@ def test_a_cache_that_cannot_be_used_or_is_damaged_is_no_comparison(
 def test_families_whose_comparison_is_published_are_not_asked_about() -> None:
     types = {make().model_type for make in FAMILIES.values()}
     assert types - {"qwen3_next"} == COMPARED  # vLLM computes that one on CPUs in bf16 only
-
-
-def test_the_hash_of_code_is_that_of_its_sources(tmp_path: Path) -> None:
-    def of(name: str, text: str) -> str:
-        (tmp_path / name).write_text(text)
-        code_hash.code_hash.cache_clear()
-        return code_hash.code_hash(tmp_path)
-
-    first = of("a.py", "1")
-    assert of("notes.md", "1") == first
-    assert of("a.py", "2") != first and of("a.py", "1") == first
-    assert of("kernel.c", "1") != first
