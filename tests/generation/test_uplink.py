@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
 
 import pytest
 
+from streamrl.generation.site import uplink as uplink_module
 from streamrl.generation.site.sample_batches import (
     CompressionChoice,
     Item,
@@ -116,7 +119,11 @@ def test_samples_arrive_in_order_and_each_is_acknowledged_once_after_the_commit(
     run(body)
 
 
-def test_a_fast_link_is_measured_and_still_gets_raw_batches() -> None:
+def test_a_fast_link_is_measured_and_still_gets_raw_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    packing = iter([0.0, 1.0, 1.0, 3.0])  # begin and end, raw and compressed: another process cannot come in between
+    clock = SimpleNamespace(perf_counter=lambda: next(packing), monotonic=time.monotonic)
+    monkeypatch.setattr(uplink_module, "time", clock)
+
     async def body(controller: Controller, link: Link, acknowledged: list[str]) -> None:
         uplink, task = uplink_of(link, bytes_per_s=1e15)
         await put_all(uplink, items(1), acknowledged)
