@@ -219,7 +219,7 @@ def _verdict(program: Boxed, judge: Boxed) -> bool:
                         return False
                     raise one.never_began(f"ended with {one.wait()}")
                 one.flush()
-            if time.monotonic() > look:
+            if runs and time.monotonic() > look:  # no code of either side has run before
                 if any(one.has_too_many() for one in both):
                     return False
                 look = time.monotonic() + LOOK_S

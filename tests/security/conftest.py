@@ -10,6 +10,9 @@ import pytest
 from streamrl.controller.controller import Controller
 from tests.security.hostile_world import Sent, two_sites
 from tests.security.keyed_place import Place, make_place
+from tests.tasks.same_process import same_process
+
+__all__ = ["same_process"]
 
 
 @pytest.fixture

@@ -85,17 +85,6 @@ CHEATS = {
         "import builtins\nbuiltins.exec = lambda *a: None\nbuiltins.compile = lambda *a, **k: None\n"
         "builtins.AssertionError = type('Fine', (BaseException,), {})\n"
     ),
-    "returns what is equal to everything": (
-        "class Any:\n    __eq__ = lambda self, other: True\n    __hash__ = None\ndef add(a, b): return Any()\n"
-    ),
-    "returns a number that is equal to everything": (
-        "class Any(int):\n    __eq__ = __ge__ = __le__ = lambda self, other: True\n    __hash__ = int.__hash__\n"
-        "    __ne__ = lambda self, other: False\ndef add(a, b): return Any()\n"
-    ),
-    "returns a list that is equal to everything, and looks at what it is compared with": (
-        "import sys\nclass Any(list):\n    __eq__ = lambda self, other: True\n    __hash__ = None\n"
-        "    def __iter__(self): return iter([sys._getframe(1).f_locals])\ndef add(a, b): return Any()\n"
-    ),
     "finds the expected answer in memory": (
         "import gc, sys\n"
         "def add(a, b):\n"
@@ -112,6 +101,27 @@ CHEATS = {
 @pytest.mark.parametrize("cheat", CHEATS.values(), ids=CHEATS)
 def test_nothing_that_a_program_does_in_its_own_process_passes_the_tests(cheat: str) -> None:
     program = cheat if "def add" in cheat else WRONG + cheat
+    assert not passes(program, TESTS, NOTHING)
+
+
+EQUAL = {
+    "what is equal to everything": (
+        "class Any:\n    __eq__ = lambda self, other: True\n    __hash__ = None\ndef add(a, b): return Any()\n"
+    ),
+    "a number that is equal to everything": (
+        "class Any(int):\n    __eq__ = __ge__ = __le__ = lambda self, other: True\n    __hash__ = int.__hash__\n"
+        "    __ne__ = lambda self, other: False\ndef add(a, b): return Any()\n"
+    ),
+    "a list that is equal to everything, and looks at what it is compared with": (
+        "import sys\nclass Any(list):\n    __eq__ = lambda self, other: True\n    __hash__ = None\n"
+        "    def __iter__(self): return iter([sys._getframe(1).f_locals])\ndef add(a, b): return Any()\n"
+    ),
+}
+
+
+@pytest.mark.usefixtures("same_process")
+@pytest.mark.parametrize("program", EQUAL.values(), ids=EQUAL)
+def test_a_program_passes_by_nothing_that_it_returns(program: str) -> None:
     assert not passes(program, TESTS, NOTHING)
 
 
@@ -433,9 +443,16 @@ USES = {
 }
 
 
+@pytest.mark.usefixtures("same_process")
 @pytest.mark.parametrize(("program", "tests"), USES.values(), ids=USES)
 def test_tests_use_the_programs_names_as_if_they_were_their_own(program: str, tests: str) -> None:
     assert passes(program, tests, NOTHING)
+
+
+def test_names_are_used_as_well_from_one_process_to_another() -> None:
+    kinds = ("objects that extend what can be changed", "arguments that are changed in place", "functions of the tests")
+    programs, tests = zip(*(USES[kind] for kind in kinds), strict=True)
+    assert passes("\n".join(programs), "\n".join(tests), NOTHING)
 
 
 def test_without_bubblewrap_it_is_said_what_is_not_isolated(monkeypatch: pytest.MonkeyPatch) -> None:

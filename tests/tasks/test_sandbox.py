@@ -25,6 +25,7 @@ from streamrl.tasks.sandbox import _bubblewrap_options, passes
 from streamrl.tasks.void_reward import VoidReward
 from tests.tasks.bare_sandbox import BARE, NOTHING
 from tests.tasks.passing_time import passing_once
+from tests.tasks.same_process import OnThread
 from tests.waiting import scaled, wait_for
 
 TESTS = "assert add(1, 2) == 3"
@@ -75,8 +76,6 @@ def test_programs_are_scored_by_their_tests() -> None:
 @pytest.mark.parametrize(
     "program",
     [
-        "import sys; sys.exit(0)",
-        "import os; os._exit(0)",
         "raise SystemExit",
         "def add(a, b): return a + b\nraise SystemExit(1)",
         "def add(a, b): return a + b\nimport os; os._exit(0)",
@@ -97,14 +96,18 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("end", ["unittest.main()", "sys.exit()", "sys.exit(main())", "sys.exit(False)"])
+@pytest.mark.usefixtures("same_process")
+@pytest.mark.parametrize("end", ["sys.exit()", "sys.exit(main())", "sys.exit(False)"])
 def test_a_program_may_end_as_a_script_that_succeeds_does(end: str) -> None:
     assert passes(OWN_TESTS + f"    {end}", TESTS, NOTHING)
     assert not passes(OWN_TESTS + f"    {end}", "assert add(1, 2) == 4", NOTHING)
 
 
-def test_a_program_whose_own_tests_fail_does_not_pass() -> None:
-    assert not passes(OWN_TESTS.replace("3)", "4)") + "    unittest.main()", TESTS, NOTHING)
+def test_a_program_may_end_with_its_own_tests_which_must_pass_too() -> None:
+    program = OWN_TESTS + "    unittest.main()"
+    assert passes(program, TESTS, NOTHING)
+    assert not passes(program, "assert add(1, 2) == 4", NOTHING)
+    assert not passes(program.replace("3)", "4)"), TESTS, NOTHING)
 
 
 def test_a_program_that_does_not_end_is_ended_with_what_it_has_started(there: Path) -> None:
@@ -118,10 +121,8 @@ def test_a_program_that_does_not_end_is_ended_with_what_it_has_started(there: Pa
     assert there.exists() and time.monotonic() - began < scaled(60)
 
 
-def test_memory_files_and_environment_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_program_has_none_of_this_process_variables_and_an_empty_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "secret")
-    assert not passes("x = bytearray(1 << 30)", "", Sandbox(command=BARE, seconds=20, memory_mb=512))
-    assert not passes("open('large', 'wb').write(bytes(1 << 26))", "", NOTHING)
     assert passes("import os", "assert 'HF_TOKEN' not in os.environ\nassert os.listdir() == []", NOTHING)
 
 
@@ -243,6 +244,16 @@ def test_failures_of_the_program_itself_are_not_void(program: str, there: Path) 
     assert not passes(program.format(there=str(there)), TESTS, Sandbox(command=BARE, seconds=1))
 
 
+@pytest.mark.usefixtures("same_process")
+def test_processes_are_counted_once_the_program_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before that they are those of the sandbox's command: what it needs to start is not the program's doing."""
+    monkeypatch.setattr(sandbox, "LOOK_S", 0.0)
+    monkeypatch.setattr(OnThread, "has_too_many", lambda self: not self.begun)
+    assert passes(RIGHT, TESTS, NOTHING)
+    monkeypatch.setattr(OnThread, "has_too_many", lambda self: self.side == "program")
+    assert not passes(RIGHT, TESTS, NOTHING)
+
+
 def test_a_program_may_print_much_before_it_passes() -> None:
     assert passes("def add(a, b): return a + b\nprint('x\\n' * (1 << 20))", TESTS, NOTHING)
 
@@ -252,6 +263,7 @@ def test_tests_that_are_no_python_are_an_error_and_no_failure_of_the_program() -
         passes(RIGHT, "assert add(1, 2 ==", NOTHING)
 
 
+@pytest.mark.usefixtures("same_process")
 @pytest.mark.parametrize(
     ("tests", "ended"),
     [
@@ -273,6 +285,7 @@ def test_tests_that_never_use_the_program_judge_none(tests: str, ended: str) -> 
     assert raised.value.cause is VoidCause.VERIFIER and not raised.value.retry
 
 
+@pytest.mark.usefixtures("same_process")
 @pytest.mark.parametrize(
     ("tests", "passed"),
     [
@@ -295,6 +308,7 @@ def add(a, b): return a + b
 """
 
 
+@pytest.mark.usefixtures("same_process")
 @pytest.mark.parametrize(
     ("tests", "kind"),
     [
@@ -314,6 +328,7 @@ def test_tests_that_pass_what_no_program_can_be_given_judge_none(tests: str, kin
     assert raised.value.cause is VoidCause.VERIFIER and not raised.value.retry
 
 
+@pytest.mark.usefixtures("same_process")
 def test_tests_that_expect_an_argument_to_be_refused_judge_the_rest() -> None:
     expects = USES + "with contextlib.suppress(TypeError): total(Mine())\nassert total([1, 2]) == 3"
     assert passes("def total(xs): return sum(xs)", expects, NOTHING)
@@ -335,6 +350,7 @@ def test_bubblewrap_shows_this_python_even_where_it_is_below_tmp() -> None:
 LONG = Sandbox(command=BARE, seconds=scaled(60), memory_mb=4096)
 
 
+@pytest.mark.usefixtures("same_process")
 @pytest.mark.parametrize(
     ("program", "tests"),
     [
@@ -353,6 +369,7 @@ def test_a_program_may_be_as_long_as_an_answer_can_be() -> None:
     assert passes(program, "assert add(1, 2) == 3", LONG)
 
 
+@pytest.mark.usefixtures("same_process")
 def test_tests_that_pass_too_much_void_the_reward_whatever_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sandbox.MOST_BYTES, "tests", 2**20)
     with pytest.raises(VoidReward, match="the tests pass more than 1 MiB to the program at once") as found:
@@ -362,6 +379,7 @@ def test_tests_that_pass_too_much_void_the_reward_whatever_the_program(monkeypat
     assert not passes("def f():\n    return 'a' * 2_000_000", "assert len(f()) == 2_000_000", LONG)
 
 
+@pytest.mark.usefixtures("same_process")
 def test_a_program_is_compiled_as_a_file_of_its_own_would_be() -> None:
     missing = "def f(a: List[int]) -> int:\n    return sum(a)"
     assert not passes(missing, "assert f([1, 2]) == 3", NOTHING)
