@@ -38,6 +38,11 @@ RUN: dict[str, Any] = {
 SLEEP = "import time; time.sleep(3600)"
 
 
+def python(script: str) -> list[str]:
+    """The command of a process; without installed packages (-S), which doubles its start, unless it needs ours."""
+    return [sys.executable, *([] if "from streamrl" in script else ["-S"]), "-c", script]
+
+
 @dataclass(frozen=True)
 class TinyShare(site_setup.Share):
     """What is planned is started, but each process runs a few lines of Python."""
@@ -45,7 +50,7 @@ class TinyShare(site_setup.Share):
     scripts: Mapping[str, str] = field(default_factory=dict)
 
     def processes(self) -> list[ProcessSpec]:
-        commands = {s.name: [sys.executable, "-c", self.scripts.get(s.name, SLEEP)] for s in super().processes()}
+        commands = {s.name: python(self.scripts.get(s.name, SLEEP)) for s in super().processes()}
         return [replace(spec, command=commands[spec.name]) for spec in super().processes()]
 
 
@@ -132,6 +137,6 @@ class Place:
 
     def process(self, name: str, script: str) -> LocalProcess:
         """One that has ended."""
-        ended = start(ProcessSpec(name, "instance", "here", "one", [sys.executable, "-c", script]), self.folder, False)
+        ended = start(ProcessSpec(name, "instance", "here", "one", python(script)), self.folder, False)
         ended.process.wait(timeout=scaled(LIMIT_S))
         return ended
