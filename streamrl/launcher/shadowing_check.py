@@ -7,6 +7,7 @@ standard library is imported here: what is checked for may replace `scheduler` a
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import sys
@@ -84,17 +85,14 @@ def _own_and_standard(folder: Path, remedy: str) -> list[Found]:
 def _libraries(folder: Path) -> Iterator[Found]:
     """Yield what would replace installed libraries of a run."""
     elsewhere = _elsewhere()
-    installed: dict[str, str] | None = None
     for name in sorted(_names(folder) - {*sys.stdlib_module_names, *OWN, *UNUSED_LIBRARIES}):
         origin = _origin(name, [str(folder)])
         if origin is None or (there := PathFinder.find_spec(name, elsewhere)) is None:
             continue
         if there.origin is not None and os.path.realpath(there.origin) == os.path.realpath(origin):
             continue  # the working folder is where it is installed from
-        if installed is None:  # takes a fifth of a second, which few folders need
-            installed = _installed_libraries()
-        if name in installed:
-            yield _refused(origin, f"a module of the installed library {installed[name]}", name, START_ELSEWHERE)
+        if library := _installed_libraries().get(name):
+            yield _refused(origin, f"a module of the installed library {library}", name, START_ELSEWHERE)
 
 
 def _same(origin: str, other: Path) -> bool:
@@ -145,6 +143,7 @@ def _elsewhere() -> list[str]:
     return [entry for entry in (sys.path if sys.flags.safe_path else sys.path[1:]) if entry not in relative]
 
 
+@functools.cache  # takes a fifth of a second, which few folders need
 def _installed_libraries() -> dict[str, str]:
     """Return the modules of the libraries that a run may import: those this distribution requires, and their own."""
     from importlib import metadata

@@ -324,7 +324,7 @@ async def shop(folder: Path, over_http: bool) -> AsyncIterator[list[Tool]]:
 
 
 @pytest.mark.parametrize("over_http", [False, True])
-def test_the_tools_of_an_mcp_server_are_offered_and_its_errors_are_told_to_the_model(
+def test_the_tools_of_an_mcp_server_are_offered_its_errors_are_told_to_the_model_and_its_death_ends_the_agent(
     over_http: bool, tmp_path: Path
 ) -> None:
     async def scenario() -> None:
@@ -336,8 +336,10 @@ def test_the_tools_of_an_mcp_server_are_offered_and_its_errors_are_told_to_the_m
             assert bought == "2 tea: 6 euros"
             assert refused.startswith("error: ") and "not for sale" in refused
             assert wrong.startswith("error: ") and "item" in wrong
+            await answer_calls(client(), tools, message(("price", '{"item": "gun"}')))
 
-    asyncio.run(scenario())
+    with pytest.raises(ToolFailed, match=r"tool '(price|MCP server .*/mcp)'"):
+        asyncio.run(scenario())
 
 
 def test_a_call_that_an_mcp_server_refuses_is_told_to_the_model_and_a_broken_connection_is_not() -> None:
@@ -355,19 +357,11 @@ def test_a_call_that_an_mcp_server_refuses_is_told_to_the_model_and_a_broken_con
 
 
 @pytest.mark.parametrize("over_http", [False, True])
-def test_an_agent_whose_mcp_server_dies_or_is_not_there_ends_with_its_tools_failure(
-    over_http: bool, tmp_path: Path
-) -> None:
-    async def dies() -> None:
-        async with shop(tmp_path, over_http) as tools:
-            await answer_calls(client(), tools, message(("price", '{"item": "gun"}')))
-
+def test_an_agent_whose_mcp_server_is_not_there_ends_with_its_tools_failure(over_http: bool) -> None:
     async def absent() -> None:
         async with mcp_tools("http://127.0.0.1:1/mcp" if over_http else [sys.executable, "-c", "pass"]):
             raise AssertionError
 
-    with pytest.raises(ToolFailed, match=r"tool '(price|MCP server .*/mcp)'"):
-        asyncio.run(dies())
     with pytest.raises(ToolFailed, match="tool 'MCP server .*1/mcp'" if over_http else "tool 'MCP server .* -c pass'"):
         asyncio.run(absent())
 

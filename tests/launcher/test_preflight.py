@@ -459,7 +459,9 @@ def test_a_model_that_is_not_there_is_told_once(tmp_path: Path) -> None:
 
 
 def test_a_configuration_that_no_process_could_read_back_is_told_before_a_run(tmp_path: Path) -> None:
-    run = RunConfig.model_validate({"model": {"path": str(tmp_path / "none"), "system_prompt": "x y " * 300_000}})
+    run = RunConfig.model_validate(
+        {"model": {"path": str(tmp_path / "none"), "system_prompt": "😀" * 2**18}}
+    )  # 4 bytes each
     checks: list[Callable[[], object]] = [
         lambda: preflight.check(cluster(), run, tmp_path, emulate=True),
         lambda: preflight.check_files(cluster(), run),

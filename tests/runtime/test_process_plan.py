@@ -178,26 +178,33 @@ def test_a_role_that_fails_waits_for_no_thread() -> None:
 
 
 @pytest.mark.parametrize("cores", ["1022", f"{2**70}", "no"])
-def test_a_role_that_cannot_be_pinned_says_what_there_is(tmp_path: Path, cores: str) -> None:
-    command = [sys.executable, "-m", "streamrl.launcher.entry_point", "controller", "--run-dir", str(tmp_path)]
-    env = os.environ | {CORES: cores}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=scaled(60), env=env)
+def test_a_role_that_cannot_be_pinned_says_what_there_is(cores: str, monkeypatch: pytest.MonkeyPatch) -> None:
     usable = ", ".join(map(str, sorted(os.sched_getaffinity(0))))
+    monkeypatch.setenv(CORES, cores)
+    with pytest.raises(UserError) as refusal:
+        entry_point._pin()
+    said = str(refusal.value)
+    assert said.startswith(f"the cluster file pins this process to the CPU cores {cores}, and that failed")
+    assert said.endswith(f"change `cores` to some of those that it may use here ({usable}), or leave it out")
+
+
+def test_a_process_that_cannot_be_pinned_has_that_as_its_last_words(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "streamrl.launcher.entry_point", "controller", "--run-dir", str(tmp_path)]
+    env = os.environ | {CORES: "1022"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=scaled(60), env=env)
     (words,) = [line for line in done.stderr.splitlines() if line.startswith("LAST WORDS")]
-    assert words.startswith(f"LAST WORDS: the cluster file pins this process to the CPU cores {cores}, and that failed")
-    assert words.endswith(f"change `cores` to some of those that it may use here ({usable}), or leave it out")
+    assert words.startswith("LAST WORDS: the cluster file pins this process to the CPU cores 1022, and that failed")
     assert done.returncode == 1 and "Traceback" not in done.stderr
 
 
 def test_a_role_is_pinned_to_its_cores_if_it_has_any(tmp_path: Path) -> None:
-    code = "import os; from streamrl.launcher.entry_point import _pin; _pin(); print(sorted(os.sched_getaffinity(0)))"
+    code = (
+        "import os, sys; from streamrl.launcher.entry_point import _pin\n"
+        "for cores in sys.argv[2:]:\n"
+        "    os.environ[sys.argv[1]] = cores; _pin(); print(sorted(os.sched_getaffinity(0)))"
+    )
     usable = sorted(os.sched_getaffinity(0))
-    for cores, pinned in {"": usable, str(usable[-1]): usable[-1:], ",".join(map(str, usable)): usable}.items():
-        done = subprocess.run(
-            [sys.executable, "-c", code],
-            capture_output=True,
-            text=True,
-            timeout=scaled(60),
-            env=os.environ | {CORES: cores},
-        )
-        assert done.stdout == f"{pinned}\n"
+    pinned = {"": usable, str(usable[-1]): usable[-1:], ",".join(map(str, usable)): usable}
+    command = [sys.executable, "-c", code, CORES, *pinned]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=scaled(60))
+    assert done.stdout.splitlines() == [str(cores) for cores in pinned.values()]

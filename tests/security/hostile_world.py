@@ -12,7 +12,6 @@ from typing import Any, cast
 
 import msgspec
 import numpy as np
-from msgspec import inspect
 
 from scheduler.cost.decode import StepCurve
 from scheduler.simulation.generation_simulator import SimulatedInstance
@@ -34,7 +33,7 @@ from streamrl.rollouts.types import Group, Sample
 from streamrl.runtime.process_context import Addresses, RoleContext
 from streamrl.transport.endpoint import Delivery
 from streamrl.transport.wire import Message
-from tests.messages import every_message, generated
+from tests.messages import every_message, generated, type_of
 from tests.tiny_model import save_tiny_model
 
 CLUSTER = ClusterConfig.model_validate(
@@ -159,7 +158,7 @@ def hear(controller: Controller, *deliveries: Delivery) -> dict[str, dict[str, i
 
 def nonsense(session: str, first: int, count: int, site: str = "far") -> Iterator[Message]:
     """Yield messages of a site's service, numbered from `first`: every kind, with wrong and boundary values."""
-    dice, kinds = random.Random(count), [(kind_of(one), inspect.type_info(one)) for one in every_message()]
+    dice, kinds = random.Random(count), [(kind_of(one), type_of(one)) for one in every_message()]
     body, arrays = pack_samples([sample_to_wire(sample(site, 99, n)) for n in range(3)])
     for number in range(first, first + count):
         match dice.randrange(10):

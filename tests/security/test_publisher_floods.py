@@ -31,7 +31,7 @@ from tests.ports import free_port
 from tests.waiting import until
 from tests.weights.world import Policy, World, in_world
 
-FLOOD = 10_000
+FLOOD = 4_000
 MOST_INDEXES = 100_000
 """Payloads that some requests name, of a version that has five."""
 MOST_MEMORY = 60 * 2**20
@@ -54,7 +54,7 @@ async def from_site(world: World, address: str, site: str) -> Link:
 
 def requests(number: int) -> list[Fetch | FetchAgain]:
     """Requests of one number: for what is there, for what never was, and for far more than there is."""
-    everything = [(0, list(range(MOST_INDEXES if number % 2000 < 5 else 3))), (2**31, [-1])]
+    everything = [(0, list(range(MOST_INDEXES if number % 800 < 5 else 3))), (2**31, [-1])]
     return [
         Fetch(request=number, number=0, newest=True),
         Fetch(request=number, number=10**9 + number),

@@ -8,7 +8,6 @@ import random
 from typing import Any, get_args
 
 import pytest
-from msgspec import inspect
 
 from streamrl.protocol.heartbeats import read_state
 from streamrl.protocol.message import MessageReader, kind_of, wire
@@ -18,7 +17,7 @@ from streamrl.runtime.process_plan import Role
 from streamrl.transport.deadlines import WaitRegistry
 from streamrl.transport.endpoint import Hub, Link, Speaker
 from streamrl.transport.wire import MalformedMessage, NotAllowed
-from tests.messages import every_message, generated
+from tests.messages import every_message, generated, type_of
 from tests.ports import free_port
 from tests.waiting import scaled, until
 
@@ -56,7 +55,7 @@ def test_a_role_may_say_what_the_table_says_and_nothing_else(hub: HubKind, role:
     taken = set()
     for message in every_message():
         for _ in range(40 if kind_of(message) in allowed else 2):
-            body = generated(inspect.type_info(message), dice)
+            body = generated(type_of(message), dice)
             try:
                 taken.add(kind_of(reads(speaker, kind_of(message), body)))
             except NotAllowed:
