@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.initialization import no_init_weights
 from transformers.models.auto.feature_extraction_auto import FEATURE_EXTRACTOR_MAPPING_NAMES
 from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING_NAMES
 from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
@@ -79,9 +80,9 @@ def prove(config: PretrainedConfig) -> PackingProof:
         if (layers := getattr(small.get_text_config(), "num_hidden_layers", 1)) < 1:
             return PackingProof(kind, (), refuted=f"its configuration has {layers} layers")
         model = _random_model(small)
-        before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
         reference = _reference(model, proof_groups(vocabulary_of(model)))
         # an optimizer and a checkpoint would take the changed ones for the model's
+        before = reference.tensors
         if changed := [name for name, tensor in model.state_dict().items() if not torch.equal(tensor, before[name])]:
             return PackingProof(kind, (), refuted=f"computing changes its weights themselves ({changed[0]})")
         if not any(bool(gradient.any()) for gradient in reference.gradients.values()):
@@ -143,8 +144,9 @@ def _small_shape(config: PretrainedConfig) -> PretrainedConfig:
 
 
 def _empty_model(small: PretrainedConfig) -> PreTrainedModel:
-    with torch.device("meta"):
+    with torch.device("meta"), no_init_weights():  # torch would compute initial values even here
         model: PreTrainedModel = AutoModelForCausalLM.from_config(deepcopy(small))
+    model.tie_weights()
     return model
 
 
@@ -180,6 +182,25 @@ def _random_model(small: PretrainedConfig, seed: int = 0, attention: str = "eage
                 parameter.add_(0.3 * noise)
         _fill_buffers(model)
     return in_training(model)
+
+
+def _same_model(small: PretrainedConfig, attention: str, tensors: dict[str, torch.Tensor]) -> PreTrainedModel:
+    """Build a model of a small configuration with these weights and buffers; initial values would be overwritten."""
+    with no_init_weights():
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(
+            deepcopy(small), attn_implementation=attention, dtype=torch.float32
+        )
+    model.tie_weights()
+    with torch.no_grad():
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            tensor.copy_(tensors[name])
+    return in_training(model)
+
+
+def _tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """Return a model's weights and buffers, those too that are not saved, by all of their names."""
+    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    return {name: tensor.detach().clone() for name, tensor in named}
 
 
 def _fill_buffers(model: PreTrainedModel) -> None:
@@ -234,10 +255,12 @@ class _Reference:
     gradients: dict[str, torch.Tensor]
     states: list[torch.Tensor]
     """Each layer's output before each completion token, [N, d]."""
+    tensors: dict[str, torch.Tensor]
+    """The model's weights and buffers before it computed."""
 
 
 def _reference(model: PreTrainedModel, groups: Sequence[TrainGroup]) -> _Reference:
-    batch = pack(list(groups))
+    batch, tensors = pack(list(groups)), _tensors(model)
     weights = torch.randn(batch.loss_tokens, generator=torch.Generator().manual_seed(1))
     parts, states = [], []
     for group in groups:
@@ -250,15 +273,14 @@ def _reference(model: PreTrainedModel, groups: Sequence[TrainGroup]) -> _Referen
             states.append([output[0, rows] for output in layers.outputs])
     logprobs = torch.cat(parts)
     gradients = _gradients(model, logprobs, weights)
-    return _Reference(
-        batch, weights, logprobs.detach(), gradients, [torch.cat(list(layer)) for layer in zip(*states, strict=True)]
-    )
+    layer_states = [torch.cat(list(layer)) for layer in zip(*states, strict=True)]
+    return _Reference(batch, weights, logprobs.detach(), gradients, layer_states, tensors)
 
 
 def _compare(small: PretrainedConfig, kind: PackingKind, attention: str, reference: _Reference) -> PackingWay:
     separate = kind == "separate"
     try:
-        model = _random_model(small, attention=attention)
+        model = _same_model(small, attention, reference.tensors)
         policy = Policy(model, separate)
         with _LayerOutputs(model) as layers:
             logprobs = policy(reference.batch, TEMPERATURE)[0]

@@ -94,6 +94,9 @@ ALIASES = {"num_kv_heads": "num_key_value_heads"}
 WIDTHS = ("conv_dim", "conv_dim_out", "block_dim")
 """Further names of the hidden size (LFM2)."""
 
+NUMBERS = ("mlp_only_layers", "moe_layers")
+"""Lists of layers by their numbers, as other lists have a value for each layer (Qwen, Llama 4)."""
+
 PERIODS = ("_period", "_interval", "_pattern", "sparse_step")
 """Ends of the names of keys that say after how many layers a kind comes again."""
 
@@ -106,10 +109,14 @@ def kept_layers(values: Mapping[str, Any], least: int = 2) -> int:
         least: fewest layers, if the model has as many.
     """
     count = _layers(values)
-    lists = [value for value in values.values() if isinstance(value, (list, tuple)) and len(value) == count]
+    lists = {key: value for key, value in values.items() if isinstance(value, (list, tuple))}
     dense = values.get("first_k_dense_replace") or 0
-    only = values.get("mlp_only_layers") or ()
-    kinds = [(str([value[layer] for value in lists]), layer < dense, layer in only) for layer in range(count)]
+    numbers = [lists.pop(key, ()) for key in NUMBERS]
+    each = [value for value in lists.values() if len(value) == count]
+    kinds = [
+        (str([value[layer] for value in each]), layer < dense, *(layer in listed for listed in numbers))
+        for layer in range(count)
+    ]
     needed = [kinds.index(kind) + 1 for kind in set(kinds)]
     periods = [value for key, value in values.items() if isinstance(value, int) and key.endswith(PERIODS)]
     return min(count, max(*needed, *periods, least, 2))
@@ -130,10 +137,10 @@ def small_values(values: Mapping[str, Any], least: int = 2) -> dict[str, Any]:
         small["num_kv_shared_layers"] = _layers_to_every_kind((values.get("layer_types") or [""] * count)[layers:])
         layers += small["num_kv_shared_layers"]
     for key, value in small.items():
-        if isinstance(value, (list, tuple)) and len(value) == count:
-            small[key] = list(value[:layers])
-        elif key == "mlp_only_layers" and value:
+        if isinstance(value, (list, tuple)) and key in NUMBERS:
             small[key] = [layer for layer in value if layer < layers]
+        elif isinstance(value, (list, tuple)) and len(value) == count:
+            small[key] = list(value[:layers])
         elif key == "per_layer_config" and isinstance(value, dict):  # exceptions by layer, such as larger heads
             small[key] = {layer: _cut(own, 2) for layer, own in value.items() if int(layer) < layers}
         elif isinstance(value, dict) and key.endswith("_config"):
