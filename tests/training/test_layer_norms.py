@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -181,27 +181,44 @@ def gradients(
     return named, batch.input_ids.numel()
 
 
+@pytest.fixture(scope="module")
+def small_gpt2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("gpt2")
+    small_model(GPT2Config(n_positions=128), seed=0).save_pretrained(folder)
+    return folder
+
+
+@cache
+def many_groups() -> list[TrainGroup]:
+    random = np.random.default_rng(0)
+
+    def tokens(count: int) -> Any:
+        return random.integers(0, 64, count).astype(np.int32)
+
+    return [
+        TrainGroup(str(group), tokens(32), [TrainSequence(tokens(56), np.zeros(56, np.float32), 1.0) for _ in range(4)])
+        for group in range(8)
+    ]
+
+
+@cache
+def in_fp32(folder: Path) -> dict[str, torch.Tensor]:
+    """The gradients that those in bf16 are compared with."""
+    found, rows = gradients(folder, "float32", False, many_groups())
+    assert rows >= 2000
+    return found
+
+
 @pytest.mark.parametrize(
     ("recomputation", "sharded"),
     [(False, False), (True, False), ("selective", False), (True, True)],
     ids=["all kept", "recomputed", "selective", "FSDP2"],
 )
 def test_a_model_with_layer_norms_learns_in_bf16_what_it_does_in_fp32(
-    recomputation: bool | str, sharded: bool, tmp_path: Path, one_rank: None, monkeypatch: pytest.MonkeyPatch
+    recomputation: bool | str, sharded: bool, small_gpt2: Path, one_rank: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The worst of these gradients has an error of a quarter with torch's own norms."""
-    small_model(GPT2Config(n_positions=128), seed=0).save_pretrained(tmp_path)
-    random = np.random.default_rng(0)
-
-    def tokens(count: int) -> Any:
-        return random.integers(0, 64, count).astype(np.int32)
-
-    groups = [
-        TrainGroup(str(group), tokens(32), [TrainSequence(tokens(56), np.zeros(56, np.float32), 1.0) for _ in range(4)])
-        for group in range(8)
-    ]
-    exact, rows = gradients(tmp_path, "float32", False, groups)
-    assert rows >= 2000
+    exact = in_fp32(small_gpt2)
     if sharded:
 
         def with_fsdp(model: Policy, run: RunConfig, device: torch.device, *_about: Any) -> Policy:
@@ -209,6 +226,6 @@ def test_a_model_with_layer_norms_learns_in_bf16_what_it_does_in_fp32(
             return model
 
         monkeypatch.setattr(learner, "shard", with_fsdp)
-    found, _ = gradients(tmp_path, "bfloat16", recomputation, groups)
+    found, _ = gradients(small_gpt2, "bfloat16", recomputation, many_groups())
     norms = {name: relative_error(found[name], exact[name]) for name in exact if ".ln_" in name}
     assert len(norms) > 4 and max(norms.values()) < 0.03

@@ -109,10 +109,11 @@ def weights_by_definition(kind: str, router: Any, logits: torch.Tensor, chosen: 
     return weights.gather(-1, chosen).to(logits.dtype)
 
 
-def alone(family: str, groups: list[TrainGroup]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Log-probabilities and gradients of their sum by transformers' own forward, each completion alone, in whose
-    routers the recorded experts stand by hand."""
-    model, (shape, _) = build(family, "eager"), recorded(family)
+@cache
+def alone(family: str) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Log-probabilities and gradients of their sum by transformers' own forward, each recorded completion alone, in
+    whose routers the recorded experts stand by hand."""
+    model, (shape, groups) = build(family, "eager"), recorded(family)
     routers = routers_of(model, shape)
     parts = []
     for group in groups:
@@ -181,7 +182,7 @@ def test_packed_or_apart_every_pass_has_the_recorded_experts_and_their_gradient(
         assert not torch.equal(torch.stack(own)[:, known], torch.stack(used)[:, known])
         assert int(known.sum()) < len(known), "last tokens and the filling have none"
     logprobs, gradients = replayed(policy, groups)
-    expected, expected_gradients = alone(family, groups)
+    expected, expected_gradients = alone(family)
     assert float((logprobs - expected).abs().max()) < LOGPROB_BOUND
     assert_close(gradients, expected_gradients, GRADIENT_BOUND)
     of_routers = [name for name in gradients if "gate.weight" in name or "router.weight" in name]

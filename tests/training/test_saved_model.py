@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
 import weakref
@@ -12,7 +13,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Ernie4_5_MoeConfig, GenerationConfig
+from transformers import AutoModelForCausalLM, Ernie4_5_MoeConfig, GenerationConfig, PreTrainedModel
 
 from streamrl.training.packing import pack
 from streamrl.training.packing_proof import small_model
@@ -22,10 +23,15 @@ from tests.training.conftest import random_groups, run_config
 from tests.training.trained import CPU
 
 
+@functools.cache
+def small_deepseek() -> PreTrainedModel:
+    return small_model(FAMILIES["DeepSeek-V3"]())
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_buffers_of_the_model_are_saved_as_they_are(tmp_path: Path, one_rank: None, dtype: str) -> None:
     """Biases of routers in fp32, whose sixth digit may choose an expert, and what is no number of a floating type."""
-    start = small_model(FAMILIES["DeepSeek-V3"]())
+    start = small_deepseek()
     biases = {name: buffer for name, buffer in start.named_buffers() if name.endswith("e_score_correction_bias")}
     assert biases
     for bias in biases.values():
