@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -216,6 +217,7 @@ def test_a_logit_that_is_not_a_number_is_never_hidden(truncation: Truncation) ->
     assert output.logprobs.isnan().all()
 
 
+@functools.cache
 def confident(mean: float, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Hidden states, weight and targets whose mean probability is about that."""
     generator = torch.Generator().manual_seed(0)
@@ -228,7 +230,7 @@ def confident(mean: float, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tens
         hidden = size * (weight[targets] + noise)
         p = torch.softmax((hidden.to(dtype) @ weight.to(dtype).t()).double(), -1)
         low, high = (size, high) if p.gather(-1, targets[:, None]).mean() < mean else (low, size)
-    return hidden.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_(), targets
+    return hidden.to(dtype), weight.to(dtype), targets
 
 
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.bfloat16, 5e-3), (torch.float32, 1e-4)])
@@ -238,6 +240,7 @@ def test_the_gradient_is_exact_to_rounding_at_any_confidence(
 ) -> None:
     """The reference is fp64 from the same logits. A softmax in bf16 would be off by 37 % at 0.9994."""
     hidden, weight, targets = confident(mean, dtype)
+    hidden, weight = (one.clone().requires_grad_() for one in (hidden, weight))
     upstream = torch.randn(len(targets), generator=torch.Generator().manual_seed(1))
     output = token_logprobs(hidden, weight, None, targets, PLAIN)
     (output.logprobs * upstream).sum().backward()
@@ -255,7 +258,7 @@ def test_the_gradient_is_exact_to_rounding_at_any_confidence(
         assert float(((hidden.grad - of_hidden).norm(dim=-1) / of_hidden.norm(dim=-1)).max()) < bound
 
 
-@pytest.mark.parametrize("length", [3, 4, 8, 9, 12, 16])
+@pytest.mark.parametrize("length", [3, 8, 9, 12])
 @pytest.mark.parametrize("together", [1, 6])
 def test_entropies_are_measured_at_all_places_of_completions_alike(length: int, together: int) -> None:
     """Whether completions of one length come in a micro-batch each or six at a time."""

@@ -50,14 +50,14 @@ def test_streaming_gives_the_gradient_of_the_whole_batch_for_any_arrival_order(
     trainer = Trainer(config, str(tiny_model), CPU)
     trainer.accumulate(random_groups(3, seed=9), is_last=True)  # off the start: ratios and values are not trivial
     trainer.step(0, 10.0)
-    groups = random_groups(6)
+    groups = random_groups(4)
     whole = accumulated_gradient(trainer, [groups])  # sync: the barrier's one batch
     assert float(whole.norm()) > 0
-    for order in itertools.islice(itertools.permutations(groups), 0, 720, 239):
+    for order in itertools.islice(itertools.permutations(groups), 0, 24, 11):
         streamed = accumulated_gradient(trainer, [[group] for group in order])
         assert relative_error(streamed, whole) < 1e-5
     cut = split_into_micro_batches(groups[::-1], max_tokens=30)
-    assert len(cut) > 6
+    assert len(cut) > len(groups)
     assert relative_error(accumulated_gradient(trainer, cut), whole) < 1e-5
 
 
