@@ -37,8 +37,16 @@ def imports_of(path: Path, package: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(import_names(path, package))
 
 
+def statements(node: ast.AST) -> Iterator[ast.AST]:
+    """All statements below a node; expressions, most of a tree, hold none."""
+    for block in ("body", "handlers", "cases", "orelse", "finalbody"):
+        for one in getattr(node, block, ()):
+            yield one
+            yield from statements(one)
+
+
 def import_names(path: Path, package: tuple[str, ...]) -> Iterator[str]:
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in statements(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):

@@ -17,6 +17,8 @@ from tests.waiting import scaled
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("streamrl", "ranker", "scheduler")
 MODES = set("rwaxbt+")
+OPENING = ("open", "read_text", "write_text")
+"""Parts of the names of all that is called to open a text file; a file without any of them is not parsed."""
 
 
 def unnamed(source: str) -> list[int]:
@@ -24,6 +26,8 @@ def unnamed(source: str) -> list[int]:
 
     What else is named `open` is known by its arguments: it gets no mode.
     """
+    if not any(name in source for name in OPENING):
+        return []
     calls = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call))
     return sorted(node.lineno for node in calls if "encoding" not in {key.arg for key in node.keywords} and texts(node))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -15,31 +16,37 @@ REASON = "# sleeps: "
 CLOCKS = {"time", "asyncio"}
 
 
+@cache
+def nodes_of(source: str) -> list[ast.AST]:
+    """The syntax tree of a text; two tests look at each file."""
+    return list(ast.walk(ast.parse(source)))
+
+
 def sleeps(source: str) -> list[int]:
     """Lines of the sleeps without a reason. `asyncio.sleep(0)` lets others go first; other processes' code is text."""
-    tree, lines = ast.parse(source), source.splitlines()
+    nodes, lines = nodes_of(source), source.splitlines()
     imported = {
         name.asname or name.name
-        for node in ast.walk(tree)
+        for node in nodes
         if isinstance(node, ast.ImportFrom) and node.module in CLOCKS
         for name in node.names
         if name.name == "sleep"
     }
     modules = {
         name.asname or name.name
-        for node in ast.walk(tree)
+        for node in nodes
         if isinstance(node, ast.Import)
         for name in node.names
         if name.name in CLOCKS
     }
     found = []
-    for node in ast.walk(tree):
+    for node in nodes:
         match node:
             case ast.Attribute(value=ast.Name(id=module), attr="sleep") if module in modules:
                 found.append(node)
             case ast.Name(id=name) if name in imported:
                 found.append(node)
-    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and node.args]
+    calls = [node for node in nodes if isinstance(node, ast.Call) and node.args]
     zero = {id(call.func) for call in calls if isinstance(call.args[0], ast.Constant) and call.args[0].value == 0}
     left = [node.lineno for node in found if id(node) not in zero]
     return sorted(line for line in left if not lines[line - 1].partition(REASON)[2].strip())
@@ -81,7 +88,7 @@ def test_what_counts_as_a_sleep(source: str, lines: list[int]) -> None:
 def replaced_for_all(source: str) -> list[int]:
     """Lines of calls that replace `time.sleep` for every thread of the process, in place of one module's `time`."""
     found = []
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes_of(source):
         match node:
             case ast.Call(args=[ast.Name(id="time") | ast.Attribute(attr="time"), ast.Constant(value="sleep"), *_]):
                 found.append(node.lineno)
