@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import os
 import subprocess
 import sys
@@ -20,7 +21,6 @@ from streamrl.report.terminal import TextConsole
 from streamrl.run_dir.status import write_status
 from streamrl.verify.hardware_checks import StageResult
 from tests.cli.calling import streamrl
-from tests.cli.test_train_ranker import two_runs
 from tests.report.synthetic import make_status
 
 ROOT = Path(__file__).parents[2]
@@ -54,10 +54,10 @@ def test_the_plot_of_a_simulation(options: list[str], tmp_path: Path, monkeypatc
 
 @pytest.mark.parametrize("ending", ["json", "html"])
 def test_the_report_of_a_ranker(ending: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    report, runs = tmp_path / f"report.{ending}", two_runs(tmp_path, 12)
-    options = ("--out", tmp_path / "ranker.lgb", "--report", report, "--threads", "1")
+    report, rollouts = tmp_path / f"report.{ending}", tmp_path / "rollouts.jsonl"
+    rollouts.write_text("".join(json.dumps({"prompt": "p", "output_length": n}) + "\n" for n in range(10, 20)))
     with ended_reader():
-        assert streamrl(monkeypatch, "train-ranker", *runs, *options) == 1
+        assert streamrl(monkeypatch, "train-ranker", rollouts, "--out", tmp_path / "r.lgb", "--report", report) == 1
     assert report.stat().st_size
 
 

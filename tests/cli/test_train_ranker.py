@@ -30,22 +30,17 @@ def two_runs(tmp_path: Path, prompts: int) -> list[Path]:
 
 @pytest.fixture
 def runs(tmp_path: Path) -> list[Path]:
-    return two_runs(tmp_path, 12)
+    return two_runs(tmp_path, 6)
 
 
-@pytest.mark.parametrize("repeated", [True, False])
 def test_several_runs_make_one_ranker(
-    tmp_path: Path,
-    runs: list[Path],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    repeated: bool,
+    tmp_path: Path, runs: list[Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    paths = ["--rollouts", runs[0], "--rollouts", runs[1]] if repeated else ["--rollouts", *runs]
+    paths = ["--rollouts", runs[0], "--rollouts", runs[1]]
     out = tmp_path / "ranker.lgb"
     assert streamrl(monkeypatch, "train-ranker", *paths, "--out", out, "--report", tmp_path / "r.html") == 0
     shown = capsys.readouterr().out
-    assert "96 samples of" in shown and "4 tasks" in shown
+    assert "48 samples of" in shown and "4 tasks" in shown
     for words in (
         "(kept)",
         "random",
@@ -56,7 +51,7 @@ def test_several_runs_make_one_ranker(
         str(out),
     ):
         assert words in shown
-    assert LengthModel.load(out).report.samples == 96
+    assert LengthModel.load(out).report.samples == 48
     assert "of the oracle's saving" in " ".join(shown.split()) and "least-loaded 1.00, ours with these" in shown
     assert "ties of equal lengths" in (tmp_path / "r.html").read_text(encoding="utf-8")
 
@@ -64,8 +59,8 @@ def test_several_runs_make_one_ranker(
 def test_the_file_says_which_model_wrote_the_rollouts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    # few, as it is trained eight times; those of one run are too few to be learned from, those of both are not
-    runs, out = two_runs(tmp_path, 3), tmp_path / "r.lgb"
+    # too few to be learned from, as it is asked eight times; only the last rollouts are not
+    runs, out = two_runs(tmp_path, 1), tmp_path / "r.lgb"
 
     def told(*arguments: object) -> tuple[tuple[str, ...], str]:
         assert streamrl(monkeypatch, "train-ranker", "--rollouts", *arguments, "--out", out) == 0
@@ -86,15 +81,17 @@ def test_the_file_says_which_model_wrote_the_rollouts(
     written_by, shown = told(*runs)
     assert written_by == ("other", "tiny") and "rollouts of several models (other, tiny)" in shown
     assert told(*runs, "--model", "mine")[0] == ("mine",)
+    assert told(*two_runs(tmp_path / "more", 3), "--model", "mine")[0] == ("mine",)
 
 
-def test_the_report_is_json_on_request(
+def test_the_report_of_several_runs_behind_one_option_is_json_on_request(
     tmp_path: Path, runs: list[Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out, copy = tmp_path / "ranker.lgb", tmp_path / "r.json"
     assert streamrl(monkeypatch, "train-ranker", "--rollouts", *runs, "--out", out, "--json", "--report", copy) == 0
     shown = json.loads(capsys.readouterr().out)
     assert shown == json.loads(copy.read_text()) == LengthModel.load(out).report.to_json()
+    assert shown["samples"] == 48
 
 
 @pytest.mark.parametrize(
@@ -169,7 +166,7 @@ def test_a_single_distinct_prompt_is_reported_and_still_gives_a_ranker(
 def test_groups_are_not_called_prompts_and_a_limit_is_named_only_where_there_is_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], limited: bool
 ) -> None:
-    """Twelve prompts, in each of four steps again."""
+    """Twelve prompts, in each of two steps again."""
     monkeypatch.setenv("COLUMNS", "200")
     rollouts = tmp_path / "rollouts.jsonl"
     rows = [
@@ -179,7 +176,7 @@ def test_groups_are_not_called_prompts_and_a_limit_is_named_only_where_there_is_
             "step": step,
             "finish_reason": "length" if limited and number == 11 else "stop",
         }
-        for step in range(4)
+        for step in range(2)
         for number in range(12)
         for sample in range(4)
     ]
@@ -187,6 +184,6 @@ def test_groups_are_not_called_prompts_and_a_limit_is_named_only_where_there_is_
     options = ("--rollouts", rollouts, "--out", tmp_path / "r.lgb", "--threads", "1")
     assert streamrl(monkeypatch, "train-ranker", *options) == 0
     shown = " ".join(capsys.readouterr().out.split())
-    assert "192 samples of 12 prompts" in shown and "on average of 1 batch of 48 groups (192 requests in all)" in shown
+    assert "96 samples of 12 prompts" in shown and "on average of 1 batch of 24 groups (96 requests in all)" in shown
     assert "limit for any ranking: ties of equal lengths" in shown
     assert ("at the length limit" in shown) == limited
