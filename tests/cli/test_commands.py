@@ -363,6 +363,7 @@ def test_a_launch_says_what_takes_long_before_it_does_it_and_a_dry_run_beside_it
     terminal: Terminal, dry: bool
 ) -> None:
     terminal.monkeypatch.setenv("STREAMRL_CACHE", str(terminal.folder / "cache"))
+    terminal.monkeypatch.setattr("streamrl.machine.probe.cpu_seconds", lambda product: 1e-3)
     lines = [
         "reading the configuration and checking this machine",
         "measuring how fast this CPU multiplies in bfloat16 and in float32, once on this machine",

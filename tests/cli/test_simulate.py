@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from ranker.data import read_rollouts
-from ranker.train import train_and_hold_out
+from ranker.train import refit
 from scheduler.cost.generation_cost import Batch, slots_of
 from scheduler.cost.hardware import device
 from scheduler.cost.model_shapes import MODELS
@@ -42,6 +42,12 @@ def some(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return ["--lengths", "constant:100", "--requests", "16", *fleet]
 
 
+@pytest.fixture
+def unplotted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is drawn, for tests of tables: a plot takes longer than what it is of."""
+    monkeypatch.setattr("streamrl.cli.simulate._plot", lambda *given: None)
+
+
 def test_the_command_simulates_drawn_lengths(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -54,6 +60,7 @@ def test_the_command_simulates_drawn_lengths(
     assert "<svg" in plot.read_text(encoding="utf-8")
 
 
+@pytest.mark.usefixtures("unplotted")
 @pytest.mark.parametrize("whole", [[], ["--iterations", "2", "--train-rate", "1000", "--schedule", "sync"]])
 def test_instances_decode_as_many_requests_as_their_memory_holds(
     whole: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -71,11 +78,11 @@ def test_instances_decode_as_many_requests_as_their_memory_holds(
     assert table == shown[1], "a batch that memory holds is simulated as it is"
 
 
+@pytest.mark.usefixtures("unplotted")
 def test_a_recorded_run_with_a_rankers_forecasts(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    model = train_and_hold_out(read_rollouts([str(run)])).model
-    model.save(tmp_path / "ranker.lgb")
+    refit("", read_rollouts([str(run)])).save(tmp_path / "ranker.lgb")
     curve = tmp_path / "curve.json"
     steps = {"1": 0.02, "8": 0.03, "32": 0.08}
     curve.write_text(json.dumps({"step_seconds": steps, "doubts": "repeats differ"}))
@@ -94,6 +101,7 @@ def rows(shown: str) -> dict[str, list[str]]:
     return {f"{row[0]}, {row[1]}": row[2:] for row in cells}
 
 
+@pytest.mark.usefixtures("unplotted")
 def test_instances_that_speculate_take_the_time_of_their_steps_over_the_tokens_of_one(
     some: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -127,6 +135,7 @@ def test_whole_iterations_by_schedule(
     }
 
 
+@pytest.mark.usefixtures("unplotted")
 def test_colocated_rare_publications_and_rounds(
     some: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
