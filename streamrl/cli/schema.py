@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+from typing import TYPE_CHECKING
 
 import click
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
 
 
 @click.command()
@@ -16,8 +20,15 @@ def command(which: str) -> None:
     Example:
       streamrl schema run > run.schema.json
     """
-    from streamrl.config.cluster import ClusterConfig
+    click.echo(json.dumps(_model(which).model_json_schema(), indent=2))
+
+
+def _model(which: str) -> type[BaseModel]:
+    """Return the model of a file; importing that of the run file takes far longer than that of the cluster file."""
+    if which == "cluster":
+        from streamrl.config.cluster import ClusterConfig
+
+        return ClusterConfig
     from streamrl.config.run import RunConfig
 
-    model = ClusterConfig if which == "cluster" else RunConfig
-    click.echo(json.dumps(model.model_json_schema(), indent=2))
+    return RunConfig

@@ -12,7 +12,7 @@ from tests.waiting import scaled
 
 RUN = "examples/small_reasoner.yaml"
 COMMANDS = (
-    *(("--help",), ("schema", "run"), ("explain",), ("explain", "E1004"), ("why-stuck", "--help")),
+    *(("--help",), ("schema", "cluster"), ("explain",), ("explain", "E1004"), ("why-stuck", "--help")),
     ("launch", "--cluster", "cluster_configs/local.yaml", "--run", "examples/demo.yaml", "--help"),
 )
 
@@ -48,4 +48,4 @@ def test_an_output_that_nobody_reads_stays_quiet() -> None:
     reads, writes = os.pipe()
     os.close(reads)
     with open(writes, "wb") as pipe:
-        assert told(pipe.fileno(), "schema", "run") == (1, "")
+        assert told(pipe.fileno(), "schema", "cluster") == (1, "")

@@ -168,7 +168,7 @@ def test_a_plan_counts_on_speculation_only_if_it_is_told_the_acceptance(
 ) -> None:
     makespans = []
     for more in ([], ["--acceptance", "0"], ["--acceptance", "0.6"]):
-        options = ["--lengths", "5k", "--schedule", "sync", "--json", tmp_path / "plan.json", *more]
+        options = ["--lengths", "5k", "--samples", "128", "--schedule", "sync", "--json", tmp_path / "plan.json", *more]
         assert streamrl(monkeypatch, "plan", "--cluster", HETEROGENEOUS, *options) == 0
         values = json.loads((tmp_path / "plan.json").read_text())["plans"][0]
         makespans.append(values["schedules"]["sync"]["step_s"])

@@ -339,7 +339,15 @@ def test_a_sample_is_kept_over_a_resume_if_it_would_be_drawn_with_the_same_setti
     assert prompt_digest(before) == prompt_digest(group_source(tmp_path, 100, 400).next_group(1))
 
 
-def test_prompts_that_do_not_fit_are_skipped_and_counted_and_all_too_long_is_an_error(tmp_path: Path) -> None:
+@pytest.fixture
+def few_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run ends after 100 prompts in a row that do not fit, which takes a tenth of the time."""
+    monkeypatch.setattr("streamrl.controller.group_source.MAX_SKIPPED_IN_A_ROW", 100)
+
+
+def test_prompts_that_do_not_fit_are_skipped_and_counted_and_all_too_long_is_an_error(
+    tmp_path: Path, few_skipped: None
+) -> None:
     roomy = group_source(tmp_path, 100, 400)
     every = [roomy.next_group(1) for _ in range(24)]
     limit = int(np.median([len(g.prompt_tokens) for g in every]))
@@ -433,19 +441,21 @@ def test_a_tokenizer_that_has_changed_since_the_checkpoint_is_named_at_a_resume(
 
 
 @pytest.mark.parametrize("shuffle", [False, True])
-def test_a_curriculum_may_end_in_more_long_rows_than_come_together_by_chance(tmp_path: Path, shuffle: bool) -> None:
-    rows, path = ["1"] * 2 + ["2" * 50] * 1200, tmp_path / "rows.jsonl"
+def test_a_curriculum_may_end_in_more_long_rows_than_come_together_by_chance(
+    tmp_path: Path, few_skipped: None, shuffle: bool
+) -> None:
+    rows, path = ["1"] * 2 + ["2" * 50] * 120, tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps({"prompt": row, "answer": row}) + "\n" for row in rows))
     task = {"kind": "file", "name": "t", "path": str(path), "shuffle": shuffle}
     source = group_source(tmp_path, 100, 110, tasks=[task])
     if shuffle:
-        with pytest.raises(RunFailed, match=r"^1000 prompts in a row have more than 10 tokens"):
+        with pytest.raises(RunFailed, match=r"^100 prompts in a row have more than 10 tokens"):
             prompts(source, 9)
         return
     groups = [source.next_group(1) for _ in range(5)]
     assert [(group.prompt_id, group.epoch) for group in groups[:4]] == [("t/0", 0), ("t/1", 0), ("t/0", 1), ("t/1", 1)]
     path.write_text("".join(json.dumps({"prompt": row, "answer": row}) + "\n" for row in rows[2:]))
-    with pytest.raises(RunFailed, match=r"^1200 prompts in a row have more than 10 tokens"):
+    with pytest.raises(RunFailed, match=r"^120 prompts in a row have more than 10 tokens"):
         group_source(tmp_path, 100, 110, tasks=[task]).next_group(1)
 
 
