@@ -44,14 +44,20 @@ def test_a_product_is_that_of_torch(outputs: int, inputs: int) -> None:
         assert (OPERATION(x, _arranged(weight), bias) - exact - bias).abs().max() <= 1e-5 * inputs**0.5
 
 
+@pytest.fixture(scope="module")
+def cache_of_others(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache of libraries that are compiled with other flags."""
+    return tmp_path_factory.mktemp("cache")
+
+
 @pytest.mark.parametrize(("outputs", "inputs"), [(16, 32), (48, 64), (960, 576), (64, 1536)])
 @pytest.mark.parametrize("has_tiles", [True, False])
 def test_a_product_in_bf16_is_rounded_once(
-    has_tiles: bool, outputs: int, inputs: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    has_tiles: bool, outputs: int, inputs: int, cache_of_others: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     flags = this_cpu().flags
     if not has_tiles and "amx_bf16" in flags:  # as for a CPU without
-        monkeypatch.setattr(compiled_c, "cache_directory", lambda: tmp_path)
+        monkeypatch.setattr(compiled_c, "cache_directory", lambda: cache_of_others)
         monkeypatch.setattr(compiled_c, "FLAGS", (*compiled_c.FLAGS, "-mno-amx-bf16"))
         monkeypatch.setattr(few_rows, "products", functools.cache(products.__wrapped__))
     found = few_rows.products(torch.bfloat16)
