@@ -44,6 +44,8 @@ MAX_CODING_THREADS = 8
 More would wait for each other: the codec is numpy over short blocks, and holds the GIL between them."""
 CODING_SHARE = 4
 """Cores per coding thread; the others are left to the trainer."""
+THREADS_FROM_BYTES = 1 << 20
+"""Size of a version that takes longer to code than threads take to start, and the cores of its container to be read."""
 CODING_LIMIT_S = 600
 """Seconds allowed for coding one version, far more than any takes."""
 MOST_DESCRIBED = 4
@@ -430,9 +432,12 @@ def code(manifest: Manifest, buffer: np.ndarray, old: tuple[int, np.ndarray] | N
         t = manifest.tensors[index]
         return encode_tensor(bytes_of(t, buffer), None if old is None else bytes_of(t, old[1]), t.dtype)
 
-    cores = usable_cores()
-    with ThreadPoolExecutor(max(1, min(MAX_CODING_THREADS, cores // CODING_SHARE))) as pool:
-        payloads = list(pool.map(one, range(len(manifest.tensors))))
+    tensors = range(len(manifest.tensors))
+    if manifest.nbytes < THREADS_FROM_BYTES:
+        payloads = [one(index) for index in tensors]
+    else:
+        with ThreadPoolExecutor(max(1, min(MAX_CODING_THREADS, usable_cores() // CODING_SHARE))) as pool:
+            payloads = list(pool.map(one, tensors))
     stream = np.concatenate([*payloads, np.empty(0, dtype=np.uint8)])
     sizes = [(payload.nbytes, checksum(payload)) for payload in payloads]
     return Part.of_payloads(manifest.version.number, None if old is None else old[0], sizes), stream

@@ -242,7 +242,7 @@ def test_a_part_that_does_not_fit_its_manifest_is_refused() -> None:
 
 
 @pytest.mark.parametrize(("cores", "threads"), [(1, 1), (8, 2), (100, 8)])
-def test_a_quarter_of_the_cores_that_may_be_used_code_a_version(
+def test_a_quarter_of_the_cores_that_may_be_used_code_a_version_and_none_but_its_own_thread_a_small_one(
     monkeypatch: pytest.MonkeyPatch, cores: int, threads: int
 ) -> None:
     asked: list[int] = []
@@ -250,5 +250,10 @@ def test_a_quarter_of_the_cores_that_may_be_used_code_a_version(
     monkeypatch.setattr(publisher, "usable_cores", lambda: cores)
     monkeypatch.setattr(publisher, "ThreadPoolExecutor", lambda most: asked.append(most) or pool(most))
     manifest, buffer = lay_out(1, some_tensors().items())
-    code(manifest, buffer, None)
+    monkeypatch.setattr(publisher, "THREADS_FROM_BYTES", manifest.nbytes + 1)
+    part, stream = code(manifest, buffer, None)
+    assert asked == []
+    monkeypatch.setattr(publisher, "THREADS_FROM_BYTES", manifest.nbytes)
+    again, same = code(manifest, buffer, None)
     assert asked == [threads]
+    assert again == part and same.tobytes() == stream.tobytes()
