@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import functools
 import importlib
+import logging
 import os
 import shutil
 import tempfile
@@ -146,7 +147,19 @@ def pytest_collection(session: pytest.Session) -> Generator[None, object, object
     with importing():
         if session.config.args_source is pytest.Config.ArgsSource.TESTPATHS:
             _import_share(session.config.option.markexpr)
-        return (yield)
+        result = yield
+    _let_loggers_propagate()
+    return result
+
+
+def _let_loggers_propagate() -> None:
+    """Let torch's loggers pass on to `torch` what they log: pytest would attach its handlers to each, six times a test.
+
+    It does so with every logger that does not propagate, of which torch has 56; one of them is enough to capture all.
+    """
+    for name, logger in logging.root.manager.loggerDict.items():
+        if name.startswith("torch.") and isinstance(logger, logging.Logger):
+            logger.propagate = True
 
 
 def _import_share(mark: str) -> None:

@@ -96,7 +96,10 @@ LIBRARIES = (
     "lightgbm",
 )
 """Modules that the package, or most files of tests, import only as they run."""
-OF_QUICK_TESTS = ("openai", "anthropic", "streamrl.training.trainer", "streamrl.controller.controller")
+OF_QUICK_TESTS = (
+    *("streamrl.training.trainer", "streamrl.controller.controller"),
+    *("anthropic", "datasets", "gguf", "openai", "ray", "torch._dynamo.backends.debugging", "trl"),
+)
 """Modules that take long, which each worker of the quick tests would import itself as it collects their files."""
 
 
