@@ -179,7 +179,7 @@ def test_a_receiver_survives_whatever_is_sent() -> None:
     rng = np.random.default_rng(4)
     known = payloads()
     refused = 0
-    for trial in range(24_000):
+    for trial in range(6_000):
         payload, old, dtype = known[trial % len(known)]
         bad = payload.copy()
         if trial % 4 == 0:
@@ -201,7 +201,7 @@ def test_a_receiver_survives_whatever_is_sent() -> None:
             assert target.tobytes() == old.tobytes()
         assert (around[:64] == 0xA5).all()
         assert (around[-64:] == 0xA5).all()
-    assert refused > 12_000
+    assert refused > 3_000
 
 
 def test_a_payload_that_claims_to_be_huge_is_refused_before_memory_is_taken() -> None:
