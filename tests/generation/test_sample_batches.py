@@ -25,6 +25,7 @@ from streamrl.generation.site.uplink import Uplink
 from streamrl.protocol.samples import TOKEN_ARRAYS
 from streamrl.rollouts.ledger import pack_content, unpack_content
 from tests.generation.samples import assert_same, item, items, over_the_wire
+from tests.strings import any_text
 
 # -- when a batch goes
 
@@ -87,9 +88,9 @@ def test_the_mark_of_a_link_is_what_it_carries_in_ten_seconds_within_bounds() ->
 # -- packing
 
 VALUES = (
-    st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats(allow_nan=False) | st.text(max_size=40)
+    st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats(allow_nan=False) | any_text(max_size=40)
 )
-BODIES = st.dictionaries(st.text(max_size=8), VALUES | st.lists(VALUES, max_size=3), max_size=6)
+BODIES = st.dictionaries(any_text(max_size=8), VALUES | st.lists(VALUES, max_size=3), max_size=6)
 
 
 @st.composite

@@ -22,10 +22,11 @@ from streamrl.weights import description
 from streamrl.weights.description import DESCRIPTION, describe, read_description
 from streamrl.weights.version import CorruptWeights, Manifest, Part, TensorEntry, WeightVersion, content_hash
 from tests.ports import free_port
+from tests.strings import any_text
 
 PLAIN = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary(max_size=9),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text() | st.integers(), inner, max_size=3),
+    st.none() | st.booleans() | st.integers() | st.floats() | any_text() | st.binary(max_size=9),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(any_text() | st.integers(), inner, max_size=3),
     max_leaves=12,
 )
 ARRAYS = st.builds(
@@ -37,10 +38,10 @@ ARRAYS = st.builds(
 
 @settings(deadline=None, max_examples=300)
 @given(
-    kind=st.text(max_size=5) | st.integers(),
+    kind=any_text(max_size=5) | st.integers(),
     number=st.integers(-2, 2**65),
-    body=st.dictionaries(st.text() | st.integers(), PLAIN, max_size=4) | st.none(),
-    arrays=st.dictionaries(st.text(max_size=3) | st.integers(), ARRAYS, max_size=3),
+    body=st.dictionaries(any_text() | st.integers(), PLAIN, max_size=4) | st.none(),
+    arrays=st.dictionaries(any_text(max_size=3) | st.integers(), ARRAYS, max_size=3),
 )
 def test_what_can_be_sent_can_be_read(kind: Any, number: int, body: Any, arrays: Any) -> None:
     try:

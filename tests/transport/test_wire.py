@@ -19,16 +19,17 @@ from streamrl.transport.wire import (
     encode,
     is_plain,
 )
+from tests.strings import any_text
 
 plain = st.recursive(
-    st.none() | st.booleans() | st.integers(-(2**40), 2**40) | st.floats(allow_nan=False) | st.text(max_size=8),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    st.none() | st.booleans() | st.integers(-(2**40), 2**40) | st.floats(allow_nan=False) | any_text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(any_text(max_size=4), inner, max_size=3),
     max_leaves=8,
 )
 
 
 @given(
-    body=st.dictionaries(st.text(max_size=6), plain, max_size=5),
+    body=st.dictionaries(any_text(max_size=6), plain, max_size=5),
     number=st.integers(0, 2**40),
     lengths=st.lists(st.integers(0, 9), max_size=3),
 )
