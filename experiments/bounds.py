@@ -99,10 +99,10 @@ def generating(shape: Transformer, groups: Iterable[Group]) -> float:
     """Operations that generating needs: each prompt computed once, each token but a completion's last one once."""
     total = 0.0
     for group in groups:
-        total += shape.forward_flops(group.prompt, group.prompt**2, 1)
+        total += shape.forward_flops(group.prompt, shape.pairs(group.prompt), 1)
         for length in group.completions:
             seen = max(0, length - 1)
-            total += shape.forward_flops(seen, seen * (seen + 2 * group.prompt))
+            total += shape.forward_flops(seen, shape.pairs(group.prompt + seen) - shape.pairs(group.prompt))
     return total
 
 
@@ -113,6 +113,7 @@ def learning(shape: Transformer, groups: Iterable[Group]) -> float:
     for group in groups:
         if not group.is_flat:
             tokens = sum(group.completions)
-            squares = group.prompt**2 + sum(n * (n + 2 * group.prompt) for n in group.completions)
+            prompt = shape.pairs(group.prompt)
+            squares = prompt + sum(shape.pairs(group.prompt + n) - prompt for n in group.completions)
             total += 3 * shape.forward_flops(group.prompt + tokens, squares, tokens)
     return total

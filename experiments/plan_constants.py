@@ -109,6 +109,7 @@ SOURCES: dict[ModuleType, dict[str, str]] = {
     generation_cost: {
         "GPU_MEMORY_FRACTION": "assumption between a pool's default 0.85 and vLLM's 0.92",
         "ENGINE_BYTES": "assumption; no published figure was found",
+        "STEPS_IN_FLIGHT": "vLLM 0.32: asynchronous scheduling (models with windows alone)",
     },
     problem: {
         "DELTA_RATIO": "measured at a learning rate of 5e-6 (experiments/delta_codec.py)",

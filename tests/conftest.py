@@ -84,6 +84,7 @@ SLOW = (
     "generation/test_replay_vllm.py",
     "generation/test_sampling_vllm.py",
     "generation/test_replayed_experts.py",
+    "generation/test_kv_cache_vllm.py",
     "generation/test_routing_vllm.py",
 )
 """Files of tests marked `slow` (whole runs, vLLM, a Ray cluster, TRL, several processes that work, or large fits), in

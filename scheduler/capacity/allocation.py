@@ -335,7 +335,7 @@ def trainers_of(problem: Problem) -> dict[int, tuple[TrainerTime | None, ...]]:
     GPUs share rows of tokens where no offer holds the trainer otherwise. With `Problem.shares_rows` they also do so
     where that is faster by more than `ROWS_GAIN`, or fewer of them hold it.
     """
-    step = problem.batch.step_tokens
+    step = problem.batch.step_tokens(problem.model)
     found: list[dict[int, tuple[TrainerTime | None, ...]]] = []
     for by_rows in (False, True):
         times = {

@@ -62,8 +62,8 @@ class MemoryShape:
     """GPUs of the trainer that share each row of tokens."""
     nodes: int = 1
     """Machines over which `ranks` are spread."""
-    window: int = 0
-    """Tokens to which some layers attend at most; 0: all attend to all. How many of them do is not known: all count."""
+    in_flight: int = 0
+    """Tokens of vLLM's steps that are not over (`generation_cost.tokens_in_flight`), which a window keeps as well."""
     reduction: Literal["auto", "step", "micro_batch"] = "auto"
     """How often the trainer's ranks sum their gradients (`trainer.reduce_gradients`)."""
 
@@ -136,12 +136,12 @@ def phases(shape: MemoryShape) -> tuple[MemoryPhase, ...]:
         USABLE_MEMORY * shape.trainer_gpu_bytes,
     )
     copies = max(1.0, shape.gpus_per_replica / shape.model.kv_heads)  # more ranks than KV heads hold copies of them
-    kept = min(shape.longest, shape.window or shape.longest)
+    kept = shape.model.most_cached(shape.longest, shape.in_flight)
     request = shape.model.shape.kv_bytes_per_token * kept * copies / shape.gpus_per_replica
     engine = (
         ("weights", shape.model.weight_bytes / shape.gpus_per_replica),
         ("engine", ENGINE_BYTES),
-        (f"KV cache of {kept} tokens", request),
+        (f"KV cache of {shape.longest} tokens", request),
     )
     generates = MemoryPhase("while generating", engine, shape.fraction * shape.engine_gpu_bytes, "more KV cache")
     if not shape.shared:

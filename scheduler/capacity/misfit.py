@@ -10,7 +10,14 @@ from scheduler.capacity.allocation import Allocator, kinds_of, most_replicas
 from scheduler.capacity.covering import LONGEST_STEP_S
 from scheduler.capacity.plan_refinement import ROUNDING
 from scheduler.capacity.problem import Problem
-from scheduler.cost.generation_cost import GPU_MEMORY_FRACTION, ReplicaKind, free_bytes, replica_degrees, slots_of
+from scheduler.cost.generation_cost import (
+    GPU_MEMORY_FRACTION,
+    ReplicaKind,
+    free_bytes,
+    replica_degrees,
+    request_bytes,
+    slots_of,
+)
 from scheduler.cost.hardware import machines_of
 from scheduler.cost.training_cost import TrainerTime
 from scheduler.cost.training_memory import (
@@ -116,7 +123,7 @@ def _generation(problem: Problem) -> str:
             continue
         possible = replica_degrees(model, offer.device)
         most = max(tp for tp in possible if tp <= offer.count)
-        cache = model.shape.kv_bytes_per_token * max(1.0, most / model.kv_heads) * batch.most_tokens
+        cache = request_bytes(model, offer.device, most, batch.most_tokens)
         short = cache - free_bytes(model, offer.device, most)
         each = offer.device.memory_gb * GPU_MEMORY_FRACTION
         lines.append(

@@ -303,8 +303,9 @@ def colocated(problem: Problem, objective: PlanObjective) -> Colocated | None:
     """Return the best single offer whose GPUs all generate and then all train; None: none fits."""
     found = []
     batch = problem.batch_at(1)
+    trained = batch.step_tokens(problem.model)
     for number, offer in enumerate(problem.offers):
-        time = trainer_times(problem.model, problem.work, offer.device, offer.count, batch.step_tokens)[-1]
+        time = trainer_times(problem.model, problem.work, offer.device, offer.count, trained)[-1]
         usd = offer.count * offer.usd_per_hour
         if time is None or not offer.trains or not offer.generates or usd > problem.budget:
             continue

@@ -217,7 +217,9 @@ ALLREDUCE_LATENCY_S = 12e-6
 """Start-up seconds of one all-reduce inside a machine: an assumption (docs/explanation/cost_model.md)."""
 
 
-def roofline(model: ModelShape, device: Device, tensor_parallel: int = 1) -> StepCurve:
+def roofline(
+    model: ModelShape, device: Device, tensor_parallel: int = 1, reads: tuple[float, float] = (0.0, 1.0)
+) -> StepCurve:
     """Compute a step curve from peak rates, which is exact at every batch size, however large.
 
     A step reads all weights once and computes 2 operations per weight and request; the slower of both counts. KV reads
@@ -226,12 +228,21 @@ def roofline(model: ModelShape, device: Device, tensor_parallel: int = 1) -> Ste
     head.
 
     Source: the roofline model (Williams et al., CACM 2009) on a decoder's weights, KV cache and products.
+
+    Args:
+        model: sizes of the model.
+        device: the kind of GPU.
+        tensor_parallel: GPUs of an instance.
+        reads: what a request reads of its cache per step, as tokens in all layers: so many, and this share of its
+            context (`generation_cost.reads_of`).
     """
     bandwidth = device.memory_bandwidth_gb_s * 1e9 * MEMORY_EFFICIENCY * tensor_parallel
     compute = device.bf16_tflops * 1e12 * COMPUTE_EFFICIENCY * tensor_parallel
     kink = max(1, int(model.bytes_per_number * compute / (2.0 * bandwidth)))  # from there on, products take longer
     sizes = sorted({1, kink, kink + 1, 2 * (kink + 1)})  # straight lines between, and the last one goes on
     copies = max(1.0, tensor_parallel / model.kv_heads)
+    per_token_read = model.kv_bytes_per_token * copies / bandwidth
+    fixed, of_context = reads
     seconds = []
     for batch in sizes:
         step = max(model.parameters * model.bytes_per_number / bandwidth, 2.0 * model.parameters * batch / compute)
@@ -239,11 +250,11 @@ def roofline(model: ModelShape, device: Device, tensor_parallel: int = 1) -> Ste
             share = 2.0 * (tensor_parallel - 1) / tensor_parallel
             moved = share * batch * model.hidden * model.bytes_per_number / (device.link_gb_s * 1e9 / 2)
             step += 2 * model.layers * (ALLREDUCE_LATENCY_S + moved)
-        seconds.append(step + STEP_OVERHEAD_S)
+        seconds.append(step + STEP_OVERHEAD_S + per_token_read * fixed * batch)
     return StepCurve(
         tuple(sizes),
         tuple(seconds),
-        per_context_token=model.kv_bytes_per_token * copies / bandwidth,
+        per_context_token=per_token_read * of_context,
         per_prefill_token=2.0 * (model.parameters - model.head) / compute,
     )
 

@@ -13,15 +13,16 @@ batch that one step of staleness allows waits for training), and the longest mus
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 
 import numpy as np
 
 from scheduler.cost.decode import Floats, StepCurve, replica_ends, roofline
-from scheduler.cost.hardware import Device, tensor_parallel_degrees
+from scheduler.cost.hardware import CPU, Device, tensor_parallel_degrees
 from scheduler.cost.model_shapes import Transformer, undivided_heads
 from scheduler.cost.speculative_decoding import Speculation, speculated
 from scheduler.cost.training_cost import HOST_LINK_GB_S, StepTokens
@@ -32,6 +33,11 @@ and vLLM 0.32's default of `gpu_memory_utilization` (0.92, vllm/config/cache.py)
 """
 ENGINE_BYTES = 2e9
 """Bytes per GPU for the engine's activations and CUDA graphs (assumption; no published figure was found)."""
+BATCHED_TOKENS = ((160 * 2**30, 16_384), (70 * 2**30, 8_192), (0, 2_048))
+"""Tokens that a step of vLLM 0.32 takes at most on a GPU of so many bytes or more (`get_batch_defaults` in
+vllm/engine/arg_utils.py, for a server); on an A100 as many as on the smallest."""
+STEPS_IN_FLIGHT = 2
+"""Steps that vLLM 0.32 has begun at a time (asynchronous scheduling; with a drafter it has one)."""
 LENGTHS = 512
 """Lengths that stand for a batch."""
 GRID = 96
@@ -161,12 +167,11 @@ class Batch:
         """Mean answer length in tokens."""
         return float(np.mean(self.lengths))
 
-    @property
-    def step_tokens(self) -> StepTokens:
-        """Tokens that the trainer processes."""
+    def step_tokens(self, model: Transformer) -> StepTokens:
+        """Return the tokens that the trainer of a model processes."""
         whole = np.asarray(self.lengths) + self.prompt_tokens
         each = self.samples / len(self.lengths)
-        tokens, squares = float(whole.sum()) * each, float((whole * whole).sum()) * each
+        tokens, squares = float(whole.sum()) * each, float(model.pairs(whole).sum()) * each
         longest = self.usual_longest + self.prompt_tokens
         return StepTokens(tokens, squares, longest, self.samples, self.most_tokens)
 
@@ -175,6 +180,31 @@ class Batch:
         """Mean tokens of context of a running request over time: half of its answer and its prompt."""
         values = np.asarray(self.lengths)
         return self.prompt_tokens + float((values * values).sum() / values.sum() / 2)
+
+    def in_window(self, window: float) -> float:
+        """Return the mean tokens of context of a running request over time that a window holds."""
+        return self._over_time(lambda end: np.where(end < window, end**2 / 2, window * (end - window / 2)))
+
+    def line_in_window(self, window: float) -> tuple[float, float]:
+        """Return (a, b): of a context of c tokens, a window holds about a + b c, by least squares over time.
+
+        Summed up over all requests, that is exact.
+        """
+        if self.lengths[0] + self.prompt_tokens <= window:
+            return 0.0, 1.0
+        held, context = self.in_window(window), self.running_context
+        spread = self._over_time(lambda end: end**3 / 3) - context**2
+        if spread < 1e-8 * context**2:  # all contexts are about as long, and the rest is rounding
+            return held, 0.0
+        product = self._over_time(lambda end: np.where(end < window, end**3 / 3, window * end**2 / 2 - window**3 / 6))
+        slope = (product - held * context) / spread
+        return held - slope * context, slope
+
+    def _over_time(self, integral: Callable[[Floats], Floats]) -> float:
+        """Return a mean over requests and time of what depends on the context, by its integral from 0."""
+        values = np.asarray(self.lengths)
+        begin = np.full_like(values, self.prompt_tokens)
+        return float((integral(begin + values) - integral(begin)).sum() / values.sum())
 
 
 @dataclass(frozen=True)
@@ -219,17 +249,52 @@ def replica_degrees(model: Transformer, device: Device) -> list[int]:
 
 
 def slots_of(model: Transformer, device: Device, tensor_parallel: int, batch: Batch, most: int | None = None) -> int:
-    """Return how many requests a replica holds at once: its KV cache divided by their mean context.
+    """Return how many requests a replica holds at once: its KV cache divided by what they cache on average.
 
     At most `most` (None: no such limit) and the whole batch; 0 if not even the longest request fits.
     """
     free = free_bytes(model, device, tensor_parallel)
-    # with more ranks than KV heads, each rank holds a copy
-    per_token = model.shape.kv_bytes_per_token * max(1.0, tensor_parallel / model.kv_heads)
-    if free < per_token * batch.most_tokens:
+    if free < request_bytes(model, device, tensor_parallel, batch.most_tokens):
         return 0
-    held = min(batch.samples, int(free / (per_token * batch.running_context)))
+    mean = model.cached(batch.running_context, batch.in_window(model.window))
+    held = min(batch.samples, int(free / (_token_bytes(model, tensor_parallel) * mean)))
     return max(1, held if most is None else min(held, most))
+
+
+def request_bytes(model: Transformer, device: Device, tensor_parallel: int, tokens: float) -> float:
+    """Return the bytes of KV cache that a request may take on all GPUs of a replica."""
+    in_flight = math.inf if device.name == CPU else tokens_in_flight(device.name, device.memory_gb * 1e9)
+    return _token_bytes(model, tensor_parallel) * model.most_cached(tokens, in_flight)
+
+
+def _token_bytes(model: Transformer, tensor_parallel: int) -> float:
+    """Return the bytes of a token that all layers cache; with more ranks than KV heads, each rank holds a copy."""
+    return model.shape.kv_bytes_per_token * max(1.0, tensor_parallel / model.kv_heads)
+
+
+def tokens_in_flight(gpu: str, memory_bytes: float, most_requests: int = 0) -> int:
+    """Return how many tokens vLLM has in steps that are not over, at most.
+
+    Args:
+        gpu: name of the GPU.
+        memory_bytes: its memory.
+        most_requests: requests at a time (`max_batch`), each of which has a token in a step.
+    """
+    large = memory_bytes >= BATCHED_TOKENS[0][0] or "a100" not in gpu.lower()
+    tokens = next(tokens for least, tokens in BATCHED_TOKENS if memory_bytes >= least and (large or not least))
+    return STEPS_IN_FLIGHT * max(tokens, most_requests)
+
+
+def reads_of(model: Transformer, batch: Batch) -> tuple[float, float]:
+    """Return what a running request of a batch reads of its cache per step: tokens, and a share of its context.
+
+    Without windows that is its context. With windows it grows more slowly from the window on, and a line stands for
+    that. All requests of a batch together read exactly as much as it says. A short one reads less, down to 0.4 of it,
+    and a long one more, up to 1.25 times: of all reading, at most 13 % is counted for other requests than it is of
+    (windows of 512 to 4,096 tokens, lengths of the paper's shape of up to 5k to 40k, prompts of 512).
+    """
+    fixed, share = batch.line_in_window(model.window) if model.windowed else (0.0, 1.0)
+    return model.seen(0.0, fixed), model.seen(1.0, share)
 
 
 def free_bytes(model: Transformer, device: Device, tensor_parallel: int) -> float:
@@ -246,7 +311,7 @@ def replica_kind(
     slots = slots_of(model, device, tensor_parallel, batch, most)
     if slots < 1:
         return None
-    curve = roofline(model.shape, device, tensor_parallel)
+    curve = roofline(model.shape, device, tensor_parallel, reads_of(model, batch))
     if batch.speculation is not None:
         curve = speculated(curve, batch.speculation, max(2, slots))
     made = [_makespans(curve, slots, batch), _rates(curve, slots, batch)]

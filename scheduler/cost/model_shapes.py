@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
-from scheduler.cost.decode import ModelShape
+import numpy as np
+
+from scheduler.cost.decode import Floats, ModelShape
+
+Tokens = TypeVar("Tokens", float, Floats)
 
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 """Keys of a `config.json` that make a model a mixture of experts."""
@@ -71,6 +76,32 @@ TIED_BY_DEFAULT = frozenset(
 classes of transformers 5.19, of decoders that the cost model reads)."""
 
 
+WINDOWS: dict[str, tuple[int, str]] = {
+    "cohere2": (4096, "WWWA"),
+    "cohere_compass_text": (4096, "A"),
+    "cwm": (8192, "AWWW"),
+    "diffusion_gemma_text": (512, "WWWWWA"),
+    "exaone4": (4096, "WWWA"),
+    "gemma2": (4096, "WA"),
+    "gemma3_text": (4096, "WWWWWA"),
+    "gemma4_text": (512, "WWWWWA"),
+    "gemma4_unified_text": (1024, "WWWWWA"),
+    "granite_swa": (128, "AWWW"),
+    "ministral": (4096, "W"),
+    "mistral": (4096, "W"),
+    "modernbert-decoder": (64, "AWW"),
+    "muse_glimmer_text": (2048, "WWWA"),
+    "olmo3": (4096, "WWWA"),
+    "smollm3": (0, "AAAW"),
+    "vaultgemma": (4096, "WA"),
+}
+"""By `model_type`, the window where `config.json` has no `sliding_window`, and the layers where it does not list them:
+those with the window (W) and those that see all tokens (A), again and again. Defaults of the configuration classes of
+transformers 5.19; of other kinds, all layers have the window that `config.json` names."""
+ON_REQUEST = "qwen", "smollm3"
+"""Beginnings of values of `model_type` whose `sliding_window` counts only with `use_sliding_window: true`."""
+
+
 @dataclass(frozen=True)
 class Transformer:
     """A dense decoder with grouped-query attention and a gated MLP (Llama, Qwen2, Qwen3, Mistral)."""
@@ -88,6 +119,13 @@ class Transformer:
     source: str
     attends_alone: bool = True
     """Whether tokens meet in attention and nowhere else, as far as the configuration says."""
+    window: int = 0
+    """Tokens that a token sees in the windowed layers, itself included."""
+    windowed: int = 0
+    """Layers with that window; in all others a token sees all tokens before it."""
+    shared: tuple[int, int] = (0, 0)
+    """Layers that see the keys and values of an earlier layer and cache none: those without a window, and those
+    with."""
 
     def __post_init__(self) -> None:
         for key in ("layers", "hidden", "heads", "kv_heads", "head_size", "intermediate", "vocabulary"):
@@ -118,23 +156,101 @@ class Transformer:
         kv_width, head = 2 * self.kv_heads * self.head_size, float(self.vocabulary * self.hidden)
         return ModelShape(self.computed, self.layers, kv_width, self.hidden, self.kv_heads, head=head)
 
+    @cached_property
+    def layers_of_a_block(self) -> int:
+        """Layers that share each block of vLLM's KV cache.
+
+        All, if none or each that caches has a window. Of two kinds, vLLM 0.32 takes as many of either: as many as the
+        rarer kind has, or as the other one, if that has less than 1.5 times as many
+        (`_get_kv_cache_groups_uniform_page_size` in vllm/v1/core/kv_cache_utils.py).
+        """
+        few, many = sorted(self._caching)
+        return many if many < 1.5 * few or not few else few
+
+    @cached_property
+    def _caching(self) -> tuple[int, int]:
+        """Layers that cache keys and values of their own: those without a window, and those with."""
+        return self.layers - self.windowed - self.shared[0], self.windowed - self.shared[1]
+
+    def cached(self, context: float, in_window: float | None = None) -> float:
+        """Return the tokens of a request that vLLM caches, mean over layers.
+
+        A layer that caches all tokens counts as one. Where windows differ between layers, the last group of layers of
+        a kind may be smaller than `layers_of_a_block`, and takes as much.
+
+        Args:
+            context: tokens of the request.
+            in_window: tokens of it that a windowed layer holds; None: those that the next token sees.
+        """
+        if self._caching == (self.layers, 0):
+            return context
+        each = self.layers_of_a_block
+        every, narrow = (-(-count // each) * each for count in self._caching)
+        held = min(context, self.window) if in_window is None else in_window
+        return (every * context + narrow * held) / self.layers
+
+    def most_cached(self, context: float, in_flight: float = math.inf, block: int = 0) -> float:
+        """Return `cached` of a request as vLLM asks for it before it starts, for the longest request.
+
+        Tokens outside of the window are freed when the steps that were begun are over (`SlidingWindowSpec` in
+        vllm/v1/kv_cache_interface.py). So a window saves nothing where prompts are not prefilled in chunks.
+
+        Args:
+            context: tokens of the request.
+            in_flight: most tokens of steps that are not over.
+            block: tokens of a block of the cache, of which a window may touch one more; 0: what blocks add is left
+                out.
+        """
+        held = min(self.window - 1 + in_flight, context)
+        if block:
+            context, held = -(-context // block) * block, (-(-held // block) + 1) * block
+        return self.cached(context, held)
+
+    def seen(self, context: float, in_window: float | None = None) -> float:
+        """Return the tokens whose keys and values a decoded token reads, mean over layers.
+
+        Args:
+            context: tokens up to this one.
+            in_window: tokens of them that a windowed layer sees; None: as many as there are, up to the window.
+        """
+        if not self.windowed:
+            return context
+        near = min(context, self.window) if in_window is None else in_window
+        return ((self.layers - self.windowed) * context + self.windowed * near) / self.layers
+
+    def pairs(self, tokens: Tokens) -> Tokens:
+        """Return twice the token pairs that causal attention multiplies in a sequence, mean over layers: its squared
+        length, if no layer has a window.
+
+        Args:
+            tokens: tokens of the sequence, or [n] of several.
+        """
+        squares: Tokens = tokens**2
+        if not self.windowed:
+            return squares
+        near = np.minimum(tokens, self.window)
+        narrow: Tokens = near * (2 * tokens - near)
+        return ((self.layers - self.windowed) * squares + self.windowed * narrow) / self.layers
+
     def forward_flops(self, tokens: float, squares: float, predicting: float | None = None) -> float:
         """Return the operations of one forward pass over whole sequences.
 
         Args:
             tokens: tokens of all sequences together.
-            squares: sum of their squared lengths; causal attention multiplies each token with half of its sequence,
-                twice (queries with keys, weights with values).
+            squares: sum of their `pairs`; causal attention multiplies each token with half of its sequence, twice
+                (queries with keys, weights with values).
             predicting: tokens that the output head is computed for; None: all.
         """
         spared = 0.0 if predicting is None else self.vocabulary * self.hidden * (tokens - predicting)
         attention = 2.0 * self.layers * self.heads * self.head_size * squares
         return 2.0 * (self.computed * tokens - spared) + attention
 
-    @property
-    def square_cost(self) -> float:
-        """Operations of a square of tokens in attention, over those of a token in all products."""
-        return self.forward_flops(0.0, 1.0) / self.forward_flops(1.0, 0.0)
+    def square_cost(self, longest: float = 1.0) -> float:
+        """Return the operations of a square of tokens in attention, over those of a token in all products.
+
+        With windows, they are those of the longest sample: a shorter one takes more of its square than is counted.
+        """
+        return self.forward_flops(0.0, self.pairs(longest) / longest**2) / self.forward_flops(1.0, 0.0)
 
     @classmethod
     def from_config(cls, name: str, values: Any) -> Transformer:
@@ -143,6 +259,9 @@ class Transformer:
         Raises:
             ValueError: a key is missing or has a wrong value, or the model is a mixture of experts, or its MLP has no
                 gate.
+
+        Windows are those of `sliding_window`, in the layers of `layer_types` or what stands for it. Layers of another
+        kind that see less (`chunked_attention`) count as layers that see all.
         """
         if not isinstance(values, Mapping):
             raise ValueError("expected an object with the keys of a model's config.json")
@@ -160,17 +279,25 @@ class Transformer:
         if isinstance(kv_heads, bool) or not isinstance(kv_heads, int) or kv_heads < 1 or heads % kv_heads:
             wanted_heads = f"a divisor of num_attention_heads, {heads}"
             raise ValueError(f"num_key_value_heads must be {wanted_heads}, got {kv_heads!r}")
-        types = values.get("layer_types")
-        if types and (isinstance(types, str) or not isinstance(types, Sequence)):
-            raise ValueError(f"layer_types must be a list with a type for each layer, got {types!r}")
         size = values.get("head_dim") or hidden // heads
         kind = values.get("model_type") or outer.get("model_type")
         if kind in UNGATED:
             raise ValueError(f"the MLP of a {kind} model has no gate; the cost model only knows gated ones")
         said = [one["tie_word_embeddings"] for one in (values, outer) if one.get("tie_word_embeddings") is not None]
         tied = bool(said[0]) if said else kind in TIED_BY_DEFAULT
-        source, alone = "its config.json", _attends_alone(values)
-        return cls(name, layers, hidden, heads, kv_heads, size, intermediate, vocabulary, tied, source, alone)
+        window, narrow = _windows(values, str(kind or ""), layers)
+        sharing = values.get("num_kv_shared_layers") or 0
+        if isinstance(sharing, bool) or not isinstance(sharing, int) or not 0 <= sharing < layers:
+            raise ValueError(f"num_kv_shared_layers must be a whole number below {layers}, the layers, got {sharing!r}")
+        last = narrow[layers - sharing :]
+        return cls(
+            *(name, layers, hidden, heads, kv_heads, size, intermediate, vocabulary, tied),
+            source="its config.json",
+            attends_alone=_attends_alone(values),
+            window=window,
+            windowed=sum(narrow),
+            shared=(last.count(False), last.count(True)),
+        )
 
 
 def text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -179,11 +306,46 @@ def text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return part if part and isinstance(part, Mapping) else config
 
 
-def window_of(values: Mapping[str, Any]) -> int:
-    """Return how many tokens some layers of a `config.json` attend to at most; 0: all layers attend to all."""
-    values = text_part(values)
-    window = values.get("sliding_window")
-    return window if isinstance(window, int) and values.get("use_sliding_window", True) else 0
+def _windows(values: Mapping[str, Any], kind: str, layers: int) -> tuple[int, list[bool]]:
+    """Return how many tokens the windowed layers of a `config.json` see, and which layers these are; 0: none.
+
+    Args:
+        values: the part that describes the language model.
+        kind: its `model_type`.
+        layers: number of its layers.
+
+    Raises:
+        ValueError: a key about windows has a wrong value.
+    """
+    types = values.get("layer_types")
+    if types and (isinstance(types, str) or not isinstance(types, Sequence)):
+        raise ValueError(f"layer_types must be a list with a type for each layer, got {types!r}")
+    if types and len(types) != layers:
+        raise ValueError(f"layer_types must have a type for each of the {layers} layers, got {len(types)}")
+    usual, pattern = WINDOWS.get(kind) or WINDOWS.get(f"{kind}_text") or (0, "W")
+    window = _count(values, "sliding_window", usual)
+    if not window or not values.get("use_sliding_window", not kind.startswith(ON_REQUEST)):
+        return 0, [False] * layers
+    if types:
+        narrow = [one == "sliding_attention" for one in types]
+    elif values.get("max_window_layers") is not None:
+        full = _count(values, "max_window_layers", 0)
+        narrow = [number >= full for number in range(layers)]
+    else:
+        every = _count(values, "sliding_window_pattern", 0)
+        pattern = "W" * (every - 1) + "A" if every else pattern
+        narrow = [pattern[number % len(pattern)] == "W" for number in range(layers)]
+        if kind.startswith("gemma4"):
+            narrow[-1] = False
+    return (window if any(narrow) else 0), narrow
+
+
+def _count(values: Mapping[str, Any], key: str, usual: int) -> int:
+    """Return a number of a `config.json` that may be missing (then it is the usual one) or null (0)."""
+    value = values.get(key, usual)
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
+        raise ValueError(f"{key} must be a whole number or null, got {value!r}")
+    return value or 0
 
 
 def keeps_heads(values: Mapping[str, Any]) -> bool:
@@ -201,21 +363,6 @@ def uncounted(values: Mapping[str, Any]) -> str:
     if values.get("kv_lora_rank"):
         return "latent attention"
     return "embeddings of every layer" if values.get("hidden_size_per_layer_input") else ""
-
-
-def counted_in_full(values: Mapping[str, Any]) -> str:
-    """Return what a model has that caches and attends less than a `Transformer` is counted to; '': nothing."""
-    values = text_part(values)
-    found = []
-    window, positions = window_of(values), values.get("max_position_embeddings")
-    types = [str(kind) for kind in values.get("layer_types") or ()]
-    narrow = sum(kind != "full_attention" for kind in types) if types else values.get("num_hidden_layers")
-    if window > 0 and narrow and not (isinstance(positions, int) and window >= positions):
-        found.append(f"windows of {window} tokens in {narrow} layers")
-    shared = values.get("num_kv_shared_layers")
-    if isinstance(shared, int) and shared > 0:
-        found.append(f"{shared} layers that share the keys and values of others")
-    return " and ".join(found)
 
 
 def _attends_alone(values: Mapping[str, Any]) -> bool:
@@ -247,7 +394,7 @@ def undivided_heads(heads: int, kv_heads: int | None, ranks: int) -> str:
     return ""
 
 
-def square_cost(values: Mapping[str, Any]) -> float:
+def square_cost(values: Mapping[str, Any], longest: float = 1.0) -> float:
     """Return `Transformer.square_cost` of a `config.json`; 0 if the model's kind is unknown.
 
     Of a mixture of experts a token passes through some only, which count as one MLP of their widths together.
@@ -259,7 +406,7 @@ def square_cost(values: Mapping[str, Any]) -> float:
         dense = {key: 0 for key in EXPERT_COUNTS}
         values = {**values, **dense, "intermediate_size": active * one if isinstance(one, int) else None}
     try:
-        return Transformer.from_config("policy", values).square_cost
+        return Transformer.from_config("policy", values).square_cost(longest)
     except ValueError:
         return 0.0
 

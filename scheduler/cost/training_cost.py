@@ -71,7 +71,7 @@ class StepTokens:
     tokens: float
     """Tokens of prompts and answers together."""
     squares: float
-    """Sum of the samples' squared lengths."""
+    """Sum of the samples' squared lengths, as far as the model's windows see them (`Transformer.pairs`)."""
     longest: float
     """Tokens of the longest sample."""
     samples: int
@@ -145,7 +145,7 @@ def compute_seconds(model: Transformer, work: TrainingWork, device: Device, toke
         work: models that are trained and evaluated.
         device: the GPU.
         tokens: tokens of all samples together.
-        squares: sum of their squared lengths.
+        squares: sum of their `Transformer.pairs`.
     """
     peak = device.bf16_tflops * 1e12
     attention = model.forward_flops(tokens, squares) - model.forward_flops(tokens, 0.0)
@@ -225,7 +225,7 @@ def _spread_over(
         return None
     ranks = gpus // tp
     whole = compute_seconds(model, work, device, step.tokens, step.squares) / gpus
-    longest = compute_seconds(model, work, device, step.longest, step.longest**2) if step.samples else 0.0
+    longest = compute_seconds(model, work, device, step.longest, model.pairs(step.longest)) if step.samples else 0.0
     compute = max(whole, longest / tp / sharing)
     if tp > 1:
         compute += _all_reduce_seconds(model, work, device, max(step.tokens / ranks, step.longest), tp)

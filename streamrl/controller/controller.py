@@ -264,7 +264,7 @@ class Controller:
             ),
             canary=self.canary,
             guard=self.guard,
-            square_cost=square_cost(self._model_config),
+            square_cost=square_cost(self._model_config, self.config.model.max_context),
         )
         self.intake = SampleIntake(
             claims=self.claims,

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 from pathlib import Path
 
-from scheduler.cost.model_shapes import Transformer, keeps_heads, window_of
+from scheduler.cost.model_shapes import Transformer, keeps_heads
 from streamrl.config.cluster import ClusterConfig
 from streamrl.config.run import RunConfig
 from streamrl.errors import ErrorCode, UserError
@@ -118,7 +118,7 @@ def check_head_size(cluster: ClusterConfig, run: RunConfig) -> Iterable[str]:
 def check_kv_cache(cluster: ClusterConfig, run: RunConfig, site: str | None, emulated: bool = False) -> Iterable[str]:
     """Check that the KV cache of a CPU instance holds one request of `model.max_context`, without which vLLM ends.
 
-    Models whose layers keep less than all tokens, and those that the cost model does not know, are left to vLLM.
+    Models that the cost model does not know are left to vLLM.
 
     Args:
         site: the only site started here; None: all.
@@ -131,14 +131,16 @@ def check_kv_cache(cluster: ClusterConfig, run: RunConfig, site: str | None, emu
         model = Transformer.from_config(run.model.path, values)
     except (UserError, ValueError):
         return
-    if window_of(values) or not keeps_heads(values):
+    if not keeps_heads(values):
         return
     size = 4 if choose(run.model, False).dtype == "float32" else 2
-    blocks = -(-run.model.max_context // CPU_BLOCK_SIZE) + 1  # vLLM keeps one free
+    # prompts are not prefilled in chunks (`engine_config`), and vLLM keeps a block free
+    tokens = model.layers * model.most_cached(run.model.max_context, block=CPU_BLOCK_SIZE)
+    tokens += model.layers_of_a_block * CPU_BLOCK_SIZE
     for name in names_here(cluster, site):
         for pool in cluster.sites[name].generation:
             copies = max(1.0, pool.gpus_per_replica / model.kv_heads)
-            needed = blocks * CPU_BLOCK_SIZE * model.layers * model.shape.kv_width * size * copies / 2**30
+            needed = tokens * model.shape.kv_width * size * copies / 2**30
             if needed > pool.kv_cache_gb:
                 needs = f"{needed:.3f}" if needed >= 0.01 else f"{needed:.2g}"
                 key = "emulation.kv_cache_gb and the pool's" if emulated else "kv_cache_gb:"

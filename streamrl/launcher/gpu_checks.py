@@ -14,7 +14,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from scheduler.capacity.gpu_memory import GIB, MemoryPhase, MemoryShape, phases, smallest_change
-from scheduler.cost.model_shapes import Transformer, keeps_heads, window_of
+from scheduler.cost.generation_cost import tokens_in_flight
+from scheduler.cost.model_shapes import Transformer, keeps_heads
 from streamrl.config.cluster import ClusterConfig, GenerationPool, Site
 from streamrl.config.run import CRITIC_KEY, RunConfig
 from streamrl.errors import ErrorCode, UserError
@@ -245,21 +246,21 @@ def memory_shapes(cluster: ClusterConfig, run: RunConfig, uses: Sequence[GpuUse]
     found = []
     for pool in [None] if _trains_alone(uses) else pools:
         entry = _pool(cluster, *pool) if pool else GenerationPool()  # one that asks nothing of these GPUs
-        of_engine = [gpu.total_bytes for use in uses if use.pool == pool for gpu in use.gpus] if pool else []
+        engine = [gpu for use in uses if use.pool == pool for gpu in use.gpus] if pool else []
         of_trainer = [gpu.total_bytes for gpu in own.gpus] if own else []
         shape = MemoryShape(
             model=model,
             work=work,
             micro_tokens=run.batch.micro_batch_tokens,
             longest=run.model.max_context,
-            window=window_of(values),
+            in_flight=max((tokens_in_flight(gpu.name, gpu.total_bytes, entry.max_batch) for gpu in engine), default=0),
             ranks=trainer.ranks // (trainer.nodes if trainer.sharding == "hybrid" else 1),
             tensor_parallel=trainer.tensor_parallel,
             gpus_per_replica=entry.gpus_per_replica,
             fraction=entry.gpu_memory_fraction,
             shared=takes_turns(cluster.hardware == "cuda", run),
             trainer_gpu_bytes=min(of_trainer, default=math.inf),
-            engine_gpu_bytes=min(of_engine, default=math.inf),
+            engine_gpu_bytes=min((gpu.total_bytes for gpu in engine), default=math.inf),
             sequence_parallel=trainer.sequence_parallel,
             nodes=1 if trainer.sharding == "hybrid" else trainer.nodes,
             reduction=trainer.reduce_gradients,

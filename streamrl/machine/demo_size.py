@@ -71,7 +71,7 @@ class DemoSize:
         samples = self.prompts * self.samples
         generated = samples * length
         packed = generated + self.prompts * PROMPT_TOKENS
-        forward = model.forward_flops(packed, samples * (PROMPT_TOKENS + length) ** 2, generated)
+        forward = model.forward_flops(packed, samples * model.pairs(PROMPT_TOKENS + length), generated)
         work = 2.0 * model.computed * generated / GENERATION_SHARE + 3.0 * forward / TRAINING_SHARE
         return work / (gflops * 1e9)
 

@@ -11,8 +11,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import click
-
 from streamrl.errors import ErrorCode, UserError, why_unusable
 
 if TYPE_CHECKING:
@@ -170,7 +168,7 @@ def find_model(name: str, key: str = "--model") -> Transformer:
     Raises:
         UserError: there is no such model, or its file cannot be used.
     """
-    from scheduler.cost.model_shapes import MODELS, Transformer, counted_in_full, uncounted
+    from scheduler.cost.model_shapes import MODELS, Transformer, uncounted
     from streamrl.machine.model_files import HUB_ID, hub_config
 
     plain = re.sub(r"^(qwen/)?(qwen2\.5-)?|^huggingfacetb/|-instruct$", "", name.lower())
@@ -192,11 +190,6 @@ def find_model(name: str, key: str = "--model") -> Transformer:
             raise UserError(f"{key} {name}: {path}: {error}") from error
         if other := uncounted(values):
             raise UserError(f"{key} {name}: {path}: this model has {other}, which the cost model does not count")
-        if more := counted_in_full(values):
-            click.echo(
-                f"{key} {name}: this model has {more}, which a plan counts as layers that cache and attend to all "
-                "tokens: its replicas hold more requests and decode faster than planned"
-            )
         return shape
     near = difflib.get_close_matches(plain, MODELS, n=2, cutoff=0.5)
     hint = f", did you mean {' or '.join(near)}?" if near else ""

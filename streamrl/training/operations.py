@@ -34,7 +34,8 @@ class ModelOperations:
         """Return the operations of a forward pass whose output head is computed for so many tokens; 0: not known."""
         if self.shape is None:
             return 0.0
-        return self.shape.forward_flops(batch.row_tokens(self.separate), batch.squares(self.separate), predicting)
+        squares = batch.squares(self.separate, self.shape.pairs)
+        return self.shape.forward_flops(batch.row_tokens(self.separate), squares, predicting)
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ oneDNN makes a kernel for every shape of bf16 products on a CPU, and tensor core
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -122,19 +123,20 @@ class PackedBatch:
             return self.input_ids.numel()
         return sum(one.prompt_length + length - 1 for one in self.layout for length in one.completion_lengths)
 
-    def squares(self, separate: bool) -> int:
+    def squares(self, separate: bool, pairs: Callable[[int], float] = lambda tokens: tokens**2) -> float:
         """Twice the token pairs that causal attention multiplies.
 
-        Packed: P^2 for a prompt, C^2 + 2 P C for each completion; separate: (P + C - 1)^2 for each completion.
+        Packed: P^2 for a prompt, (P + C)^2 - P^2 for each completion; separate: (P + C - 1)^2 for each completion.
+
+        Args:
+            separate: whether each completion is a row of its own.
+            pairs: what stands for the square of a length: `Transformer.pairs`.
         """
+        rows = [(one.prompt_length, length) for one in self.layout for length in one.completion_lengths]
         if separate:
-            return sum(
-                (one.prompt_length + length - 1) ** 2 for one in self.layout for length in one.completion_lengths
-            )
-        return sum(
-            one.prompt_length**2 + sum(length * (length + 2 * one.prompt_length) for length in one.completion_lengths)
-            for one in self.layout
-        )
+            return sum(pairs(prompt + length - 1) for prompt, length in rows)
+        prompts = sum(pairs(one.prompt_length) for one in self.layout)
+        return prompts + sum(pairs(prompt + length) - pairs(prompt) for prompt, length in rows)
 
     @property
     def sequences(self) -> int:

@@ -19,6 +19,7 @@ from scheduler.capacity.placement_plan import PlacementPlan
 from scheduler.capacity.problem import Offer
 from scheduler.capacity.steady_step import steady_step
 from scheduler.cost.hardware import known_devices
+from scheduler.cost.model_shapes import MODELS
 from streamrl.cli import main as cli
 from streamrl.config.load import load_cluster, load_run
 from streamrl.errors import UserError
@@ -351,6 +352,15 @@ def test_gpus_of_a_type_at_a_site_are_one_offer_whatever_their_prices(
         ({"text_config": [1]}, "text_config must be an object with keys, got [1]"),
         ({"layer_types": 5}, "layer_types must be a list with a type for each layer, got 5"),
         ({"layer_types": "x"}, "layer_types must be a list with a type for each layer, got 'x'"),
+        ({"layer_types": ["full_attention"]}, "layer_types must have a type for each of the 2 layers, got 1"),
+        ({"sliding_window": "4096"}, "sliding_window must be a whole number or null, got '4096'"),
+        ({"sliding_window": -1}, "sliding_window must be a whole number or null, got -1"),
+        ({"sliding_window": 8, "max_window_layers": [1]}, "max_window_layers must be a whole number or null, got [1]"),
+        (
+            {"sliding_window": 8, "sliding_window_pattern": "LG"},
+            "sliding_window_pattern must be a whole number or null, got 'LG'",
+        ),
+        ({"num_kv_shared_layers": 2}, "num_kv_shared_layers must be a whole number below 2, the layers, got 2"),
         ({"num_key_value_heads": 64}, "num_key_value_heads must be a divisor of num_attention_heads, 32, got 64"),
         ({"num_key_value_heads": 5}, "num_key_value_heads must be a divisor of num_attention_heads, 32, got 5"),
         ({"num_key_value_heads": "8"}, "num_key_value_heads must be a divisor of num_attention_heads, 32, got '8'"),
@@ -430,33 +440,6 @@ def test_a_model_that_the_cost_model_counts_wrong_is_refused(tmp_path: Path, val
     (tmp_path / "config.json").write_text(json.dumps(dense | {"vocab_size": 32} | values))
     with pytest.raises(UserError, match=f"config.json: this model has {what}, which the cost model does not count"):
         find_model(str(tmp_path))
-
-
-@pytest.mark.parametrize(
-    ("values", "what"),
-    [
-        (
-            {"sliding_window": 1024, "layer_types": ["sliding_attention", "full_attention"]},
-            "windows of 1024 tokens in 1 ",
-        ),
-        ({"text_config": {"sliding_window": 4096, "max_position_embeddings": 32_768}}, "windows of 4096 tokens in 2 "),
-        ({"num_kv_shared_layers": 1}, "1 layers that share the keys and values of others"),
-        ({"sliding_window": 1024, "use_sliding_window": False}, ""),
-        ({"sliding_window": 1024, "layer_types": ["full_attention"] * 2}, ""),
-        ({"sliding_window": 4096, "max_position_embeddings": 4096}, ""),
-        ({"sliding_window": None}, ""),
-    ],
-)
-def test_what_caches_less_than_is_counted_is_said(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], values: dict[str, Any], what: str
-) -> None:
-    dense = {"num_hidden_layers": 2, "hidden_size": 8, "num_attention_heads": 2, "intermediate_size": 16}
-    dense |= {"vocab_size": 32}
-    config = {"text_config": dense | values["text_config"]} if "text_config" in values else dense | values
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    find_model(str(tmp_path))
-    said = capsys.readouterr().out
-    assert f"this model has {what}" in said and "which a plan counts as layers" in said if what else not said
 
 
 def test_a_run_files_model_is_named_by_its_key(
@@ -710,7 +693,7 @@ def test_without_a_run_file_a_run_of_the_default_algorithm_is_planned(tmp_path: 
 def test_a_sample_of_a_runs_whole_context_fits_as_launch_demands(prompt_tokens: int | None, tmp_path: Path) -> None:
     run = {"model": {"max_context": 40_000}, "sampling": {"max_tokens": 2000}}
     batch = gathered(tmp_path, run, prompt_tokens=prompt_tokens).problem.batch
-    assert batch.most_tokens == batch.step_tokens.must_fit == 40_000
+    assert batch.most_tokens == batch.step_tokens(MODELS["7b"]).must_fit == 40_000
     assert batch.usual_longest <= 2000, "no longer answers are generated"
 
 

@@ -221,8 +221,6 @@ def test_a_site_is_checked_with_its_own_pool(tmp_path: Path) -> None:
     ("config", "cached"),
     [
         ({}, 4096),
-        ({"sliding_window": 1024, "use_sliding_window": False}, 4096),
-        ({"sliding_window": 1024}, 1024),
         ({"kv_lora_rank": 256}, None),
         ({"hybrid_override_pattern": "M-M*"}, None),
         ({"moe_num_experts": 64}, None),
@@ -238,6 +236,30 @@ def test_memory_is_not_counted_for_what_a_model_does_not_keep(
     shapes = [shape for _, shape in gpu_checks.memory_shapes(cluster, run, uses)]
     found = [part for shape in shapes for phase in phases(shape) for part in phase.parts]
     assert [what for what, _ in found if "KV cache" in what] == ([f"KV cache of {cached} tokens"] if cached else [])
+
+
+def test_windows_are_kept_beside_what_vllm_has_in_flight(tmp_path: Path) -> None:
+    cluster, run = configuration(tmp_path)
+    run = run.model_copy(update={"model": run.model.model_copy(update={"max_context": 32_768})})
+
+    def cached(**config: object) -> float:
+        (tmp_path / "model" / "config.json").write_text(json.dumps(QWEN | config))
+        ((_, shape),) = gpu_checks.memory_shapes(cluster, run, uses)
+        return next(size for phase in phases(shape) for what, size in phase.parts if what == "KV cache of 32768 tokens")
+
+    uses = gpu_checks.uses_here(cluster, run, [H100, replace(H100, number=1)])
+    each = 2 * 2 * 128 * 2  # keys and values of two heads in bf16
+    assert cached() == 28 * 32_768 * each
+    assert cached(sliding_window=1024, use_sliding_window=False) == 28 * 32_768 * each
+    narrow = 1023 + 2 * 8192  # two steps of 8192 tokens on an H100
+    assert cached(model_type="mistral", sliding_window=1024) == 28 * narrow * each
+    mixed = {"model_type": "gemma3_text", "sliding_window": 1024}  # 4 layers see all; 24 in groups of four
+    assert cached(**mixed) == pytest.approx((4 * 32_768 + 24 * narrow) * each)
+    assert cached(**mixed, num_kv_shared_layers=10) == pytest.approx((3 * 32_768 + 15 * narrow) * each)
+    assert cached(model_type="mistral", sliding_window=40_000) == 28 * 32_768 * each
+    small = replace(H100, name="NVIDIA L40S")
+    uses = gpu_checks.uses_here(cluster, run, [small, replace(small, number=1, total_bytes=48 * GIB)])
+    assert cached(model_type="mistral", sliding_window=1024) == 28 * (1023 + 2 * 2048) * each
 
 
 def test_missing_peer_access_inside_a_process_is_a_warning() -> None:

@@ -389,8 +389,15 @@ def test_a_kv_cache_that_holds_no_whole_request_is_refused_on_a_cpu(tmp_path: Pa
     assert list(check_kv_cache(cluster(kv_cache_gb=0.18), asking(8192, "bfloat16"), None)) == []
     assert len(list(check_kv_cache(cluster(kv_cache_gb=0.17), asking(8192, "bfloat16"), None))) == 1
     assert list(check_kv_cache(cluster("cuda"), asking(10**6), None)) == []
-    windows = make_model(tmp_path / "w", model_type="mistral", sliding_window=64, **SMALL).model_dump()
-    assert list(check_kv_cache(cluster(kv_cache_gb=0.01), RunConfig.model_validate(windows), None)) == []
+    # all 8192 / 32 blocks at first, as prompts are not prefilled in chunks, and one that a window touches besides
+    values = make_model(tmp_path / "w", model_type="mistral", sliding_window=64, **SMALL).model_dump()
+    (problem,) = check_kv_cache(cluster(kv_cache_gb=0.35), asking(8192), None)
+    assert "8192 needs 0.354; expected kv_cache_gb: 0.36 or more" in problem
+    # a group of 5 layers that see all, five of others: a block more for each, and one that stays free, of 5 layers each
+    values = make_model(tmp_path / "g", model_type="gemma3_text", sliding_window=64, **SMALL).model_dump()
+    (problem,) = check_kv_cache(cluster(kv_cache_gb=0.0001), asking(160), None)
+    blocks = 30 * 5 + 25 + 5
+    assert f"160 needs {blocks * 32 * 2 * 3 * 64 * 4 / 2**30:.2g};" in problem
     assert list(check_kv_cache(cluster(kv_cache_gb=0.01), RunConfig(), None)) == []  # `check_model` reports that
 
 

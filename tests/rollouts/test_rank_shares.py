@@ -91,7 +91,7 @@ def test_dealing_loses_no_sequence_and_is_never_worse_than_runs(seed: int) -> No
 def test_what_a_square_costs_follows_from_the_shape() -> None:
     small = MODELS["0.5b"]
     layer = 2 * 896 * 64 * (14 + 2) + 3 * 896 * 4864
-    assert small.square_cost == pytest.approx(24 * 14 * 64 / (24 * layer + 896 * 151936))
+    assert small.square_cost() == pytest.approx(24 * 14 * 64 / (24 * layer + 896 * 151936))
     names = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "vocab_size")
     dense = dict(zip(names, (2, 8, 2, 6, 32), strict=True))
     experts = {"num_experts": 16, "num_experts_per_tok": 2, "moe_intermediate_size": 3, "intermediate_size": 99}

@@ -21,7 +21,7 @@ def test_a_batch_has_the_tokens_of_its_lengths_and_the_longest_that_it_has_on_av
     """2 % of 4,096 answers run to the limit: a small batch has one of them now and then, and all have their tokens."""
     lengths = np.where(np.arange(4096) % 50, 500.0, 16_000.0)
     batch = Batch.of(lengths, samples, 20)
-    tokens = batch.step_tokens
+    tokens = batch.step_tokens(MODELS["7b"])
     assert batch.mean_length == pytest.approx(lengths.mean())
     assert tokens.tokens == pytest.approx(samples * (lengths.mean() + 20))
     assert tokens.squares == pytest.approx(samples * ((lengths + 20) ** 2).mean(), rel=0.02)

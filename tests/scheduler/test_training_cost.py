@@ -44,9 +44,10 @@ def test_a_config_json_gives_the_same_shape_as_the_table() -> None:
     made = Transformer.from_config("mine", values)
     assert replace(made, name=MODELS["7b"].name, source=MODELS["7b"].source) == MODELS["7b"]
     assert sequence_parallel_degrees(device("H100"), made)
-    kinds = ["full_attention", "sliding_attention"]
+    kinds = ["full_attention", "sliding_attention"] * 14
     assert Transformer.from_config("mine", values | {"layer_types": kinds, "mamba_d_ssm": None}).attends_alone
-    for other in ({"mamba_d_ssm": 1024}, {"layer_types": ["conv", *kinds]}, {"layer_types": ["linear_attention"]}):
+    others = [{"layer_types": ["conv", *kinds[1:]]}, {"layer_types": ["linear_attention"] * 28}]
+    for other in ({"mamba_d_ssm": 1024}, *others):
         hybrid = Transformer.from_config("mine", values | other)
         assert not hybrid.attends_alone and sequence_parallel_degrees(device("H100"), hybrid) == []
 

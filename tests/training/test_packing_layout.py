@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from scheduler.cost.model_shapes import Transformer
 from streamrl.rollouts.train_groups import TrainGroup, TrainSequence
 from streamrl.training.packing import GroupLayout, pack, pack_share
 
@@ -109,6 +110,11 @@ def test_the_pairs_of_attention_packed_and_separate() -> None:
     first, second, filler = 3**2 + 2 * (2 + 6) + 3 * (3 + 6), 2**2 + 1 * (1 + 4), 5**2
     assert batch.squares(separate=False) == first + second + filler == 86
     assert batch.squares(separate=True) == 4**2 + 5**2 + 2**2
+    window = Transformer("small", 1, 8, 2, 2, 4, 16, 32, True, "test", window=2, windowed=1)
+    assert window.pairs(5.0) == 2 * (2 * 5 - 2) == 16 and window.pairs(1.0) == 1
+    first, second, filler = 8 + (16 - 8) + (20 - 8), 4 + (8 - 4), 16
+    assert batch.squares(separate=False, pairs=window.pairs) == first + second + filler
+    assert batch.squares(separate=True, pairs=window.pairs) == 12 + 16 + 4
 
 
 def test_a_group_without_a_prompt_is_refused() -> None:
