@@ -82,10 +82,11 @@ def test_nemotron_h_without_experts_is_not_refused(tmp_path: Path) -> None:
     assert reason(tmp_path, "nemotron_h", "NemotronHForCausalLM", layers_block_type=kinds) == ""
 
 
-def test_windows_in_some_layers_of_qwen2_are_refused(tmp_path: Path) -> None:
-    assert "max_window_layers" in reason(tmp_path, "qwen2", "Qwen2ForCausalLM", max_window_layers=1, **WINDOWS)
+@pytest.mark.parametrize(("kind", "name"), [("qwen2", "Qwen2ForCausalLM"), ("qwen3", "Qwen3ForCausalLM")])
+def test_windows_in_some_layers_of_qwen_are_refused(tmp_path: Path, kind: str, name: str) -> None:
+    assert "max_window_layers" in reason(tmp_path, kind, name, max_window_layers=1, **WINDOWS)
     for layers in (0, 2):
-        assert reason(tmp_path, "qwen2", "Qwen2ForCausalLM", max_window_layers=layers, **WINDOWS) == ""
+        assert reason(tmp_path, kind, name, max_window_layers=layers, **WINDOWS) == ""
 
 
 def test_nothing_is_said_without_vllm_or_of_what_a_plugin_may_bring(

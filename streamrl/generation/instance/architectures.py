@@ -104,7 +104,7 @@ def _why_unknown(folder: Path, config: Mapping[str, Any], name: str, tables: Map
 def _why_not_with(found: Implementation, folder: Path, config: Mapping[str, Any], on_cpus: bool) -> str:
     """Return why vLLM cannot compute a model with a class of its own."""
     match found[0]:
-        case "qwen2" if config.get("use_sliding_window") and len(set(_layer_kinds(folder, config))) > 1:
+        case "qwen2" | "qwen3" if config.get("use_sliding_window") and len(set(_layer_kinds(folder, config))) > 1:
             return (
                 "vLLM computes windows (use_sliding_window) in all layers of its family or in none, and "
                 "max_window_layers in its config.json leaves some without; use another model"
