@@ -175,7 +175,7 @@ def test_the_same_run_under_ray_and_local_trains_the_same_samples_with_the_same_
     for name in ("local", "ray"):
         folder = tmp_path / name
         folder.mkdir()
-        project = Project(folder, warm=name == "local")
+        project = Project(folder, warm=False)  # also the local one, whose processes begin as a user's do
         options = on_ray(project, cluster.address, nodes=2)
         if name == "local":
             text = (folder / "ray.yaml").read_text().replace("backend: ray", "backend: local")

@@ -39,8 +39,8 @@ from tests.waiting import finish, scaled
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Project, str]:
-    """A run of three streamed steps with a crashing and a hanging reward, its processes started as a user's are."""
-    project = Project(tmp_path_factory.mktemp("finished"), dtype="bfloat16", warm=False)
+    """A run of three streamed steps with a crashing and a hanging reward."""
+    project = Project(tmp_path_factory.mktemp("finished"), dtype="bfloat16")
     return project, project.launch()
 
 
