@@ -25,13 +25,15 @@ import math
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import zip_longest
 from typing import Literal
 
 import numpy as np
 
 from scheduler.capacity.covering import LONGEST_STEP_S, Choice, Cover, Replicas, generation_seconds, least_time
-from scheduler.capacity.problem import Offer, Problem
+from scheduler.capacity.problem import Offer, Problem, Route
+from scheduler.cost.decode import Floats
 from scheduler.cost.generation_cost import (
     Batch,
     ReplicaKind,
@@ -55,6 +57,8 @@ NEAR = 0.001
 """Share of the training's seconds by which weights of two offers may come apart and count as coming together."""
 SLOWER = tuple(1.15**k for k in range(40))
 """Generation times that a synchronous schedule tries for the cheapest plan, as multiples of the shortest one."""
+CLEAR = 1e-11
+"""Share of a batch by which replicas generate clearly enough, or too little: more than sums are rounded."""
 ROWS_GAIN = 0.01
 """Share by which GPUs that share rows of tokens must be faster: that layout has not run on GPUs."""
 
@@ -92,6 +96,22 @@ class Split:
         return offer.rent(self.used[number]) / self.used[number] if offer.tiers else offer.usd_per_hour
 
 
+@dataclass(frozen=True)
+class _Reached:
+    """Offer that can generate beside a trainer."""
+
+    offer: int
+    site: str
+    route: Route | None
+    """Link from the trainer's site; None: it is the same site."""
+    transfer_s: float
+    """Seconds of new weights to all its GPUs."""
+    weights_s: float
+    """Seconds of new weights over the link."""
+    kinds: tuple[tuple[ReplicaKind, float, int], ...]
+    """(kind, USD per hour of a replica's GPUs, most replicas)."""
+
+
 class Allocator:
     """Answers the module's question for one problem, and searches for splits."""
 
@@ -102,6 +122,8 @@ class Allocator:
         """Times of each offer that holds the trainer, by GPUs."""
         self.kinds = kinds_of(problem)
         """Replicas that each offer holds."""
+        self._reached: dict[tuple[int, int, int], list[_Reached]] = {}
+        """Offers that can generate beside a trainer, by its offer, GPUs and nodes: kept for all step times."""
 
     def generation_s(self, generation: Sequence[Replicas]) -> float:
         """Return the seconds in which these replicas generate a batch under the schedule."""
@@ -132,42 +154,54 @@ class Allocator:
         return time is not None and self._to_cover(trainer, time, deadline).enough
 
     def _to_cover(self, trainer: int, time: TrainerTime, deadline: float, transfer_s: float | None = None) -> Cover:
-        problem, home = self.problem, self.problem.offers[trainer].site
+        problem = self.problem
         sites: list[str] = []
         fixed: list[float] = []
         room: list[float] = []
         choices: list[Choice] = []
+        for one in self._beside_trainer(trainer, time):
+            route = one.route
+            between = deadline * problem.sync_every  # versions
+            if transfer_s is not None and one.transfer_s > transfer_s:
+                continue
+            if transfer_s is None and one.weights_s > between:
+                continue
+            usd_per_byte = 0.0 if route is None else route.usd_per_gb / 1e9 * 3600 / deadline
+            if one.site not in sites:
+                sites.append(one.site)
+                fixed.append(usd_per_byte * problem.sent_bytes / problem.sync_every)
+                room.append(_room(one, deadline, problem.sample_bytes))
+            traffic = usd_per_byte * problem.sample_bytes
+            useful = []
+            for kind, rent, most in one.kinds:
+                share = kind.share(deadline, self.steady)
+                if share > 0:
+                    useful.append((kind, share, rent + traffic * min(share, 1.0), most))
+            if useful:
+                useful.sort(key=lambda one: (one[2] / one[1], one[0].tensor_parallel))
+                choices.append(Choice(one.offer, sites.index(one.site), tuple(useful)))
+        choices.sort(key=lambda one: (one.ratio, one.offer))
+        return Cover(choices, fixed, room)
+
+    def _beside_trainer(self, trainer: int, time: TrainerTime) -> list[_Reached]:
+        """Return what is the same at any deadline of the offers that can generate beside a trainer."""
+        key = trainer, time.gpus, time.nodes
+        if (found := self._reached.get(key)) is not None:
+            return found
+        problem, home = self.problem, self.problem.offers[trainer].site
+        found = self._reached[key] = []
         for number, kinds in self.kinds.items():
             offer = problem.offers[number]
             beside = time if number == trainer else None
             route = None if offer.site == home else problem.route(home, offer.site)
-            between = deadline * problem.sync_every  # versions
             if offer.site != home and route is None:
                 continue
-            if transfer_s is not None and problem.transfer_s(number, home) > transfer_s:
-                continue
-            if transfer_s is None and route is not None and route.weight_seconds(problem.sent_bytes) > between:
-                continue
-            usd_per_byte = 0.0 if route is None else route.usd_per_gb / 1e9 * 3600 / deadline
-            if offer.site not in sites:
-                sites.append(offer.site)
-                fixed.append(usd_per_byte * problem.sent_bytes / problem.sync_every)
-                limit = math.inf
-                if route is not None and problem.sample_bytes:
-                    limit = deadline * route.bytes_per_s / problem.sample_bytes
-                room.append(limit)
-            traffic = usd_per_byte * problem.sample_bytes
-            useful = []
-            for kind in kinds:
-                share, most = kind.share(deadline, self.steady), most_replicas(offer, kind.tensor_parallel, beside)
-                if share > 0 and most > 0:
-                    price = kind.tensor_parallel * _price_beside(offer, beside) + traffic * min(share, 1.0)
-                    useful.append((kind, share, price, most))
-            if useful:
-                useful.sort(key=lambda one: (one[2] / one[1], one[0].tensor_parallel))
-                choices.append(Choice(number, sites.index(offer.site), tuple(useful)))
-        choices.sort(key=lambda one: (one.ratio, one.offer))
-        return Cover(choices, fixed, room)
+            weights_s = 0.0 if route is None else route.weight_seconds(problem.sent_bytes)
+            price = _price_beside(offer, beside)
+            each = ((kind, most_replicas(offer, kind.tensor_parallel, beside)) for kind in kinds)
+            held = tuple((kind, kind.tensor_parallel * price, most) for kind, most in each if most > 0)
+            found.append(_Reached(number, offer.site, route, problem.transfer_s(number, home), weights_s, held))
+        return found
 
     def split(self, trainer: int, deadline: float) -> tuple[float, Split] | None:
         """Return the cheapest split with this trainer whose stages both end by a deadline: (USD per hour, split)."""
@@ -307,12 +341,34 @@ class Allocator:
         """Return the least seconds of generation beside a trainer that the budget pays; infinite: there are none."""
 
         def affordable(t: float) -> bool:
+            if math.isinf(self.problem.budget) and (enough := self._enough(trainer, time, t, wait)) is not None:
+                return enough
             found = self.cover(trainer, time, t, wait)
             if found is None:
                 return False
             return self._with_trainer(found[0], Split(trainer, time, found[1])) <= self.problem.budget
 
         return least_time(affordable)
+
+    def _enough(self, trainer: int, time: TrainerTime, deadline: float, wait: float) -> bool | None:
+        """Return whether all replicas beside a trainer generate a batch by a deadline, whatever they cost.
+
+        None: it is too close for this sum of shares, or a link limits how many replicas of a site are of use.
+        """
+        total = 0.0
+        for one in self._beside_trainer(trainer, time):
+            if one.transfer_s <= wait:
+                if _room(one, deadline, self.problem.sample_bytes) < 1 + CLEAR:
+                    return None
+                total += max((kind.share(deadline, self.steady) * most for kind, _, most in one.kinds), default=0.0)
+        return None if abs(total - 1) <= CLEAR else total > 1
+
+
+def _room(reached: _Reached, deadline: float, sample_bytes: float) -> float:
+    """Return the largest share of a batch that gets over the link of an offer by a deadline."""
+    if reached.route is None or not sample_bytes:
+        return math.inf
+    return deadline * reached.route.bytes_per_s / sample_bytes
 
 
 def kinds_of(problem: Problem) -> dict[int, list[ReplicaKind]]:
@@ -403,18 +459,27 @@ def following_seconds(schedule: str, split: Split, makespan_s: float, batch: Bat
     main = max(generation, key=lambda one: one.count * one.kind.share(makespan_s, False))
     # the ends are scaled to the makespan: so many that the first one comes early, as training begins with it
     share = min(main.kind.share(makespan_s, False), 10 * most_requests(main.kind.slots) / batch.samples)
-    lengths = requests_of_share(batch, share)
-    ends = share_ends(main.kind.curve, main.kind.slots, batch, lengths)
-    order = np.argsort(ends, kind="stable")
-    whole = lengths[order] + batch.prompt_tokens
-    after = np.cumsum(whole[::-1])[::-1]
+    whole, after, ends = _ends_of_share(main.kind, batch, max(1, round(min(share, 1.0) * batch.samples)))
     # one rank processes a sample, and each length stands for several samples
-    each = batch.samples / len(lengths)
+    each = batch.samples / len(whole)
     alone = whole * split.time.busy_ranks(whole.sum() * each, whole.max()) / each
     behind = split.time.after_batch
     streamed = (1 - behind) * training_s * np.maximum(after, alone) / whole.sum()
     rest = behind * training_s * max(1.0, alone.max() / whole.sum())
-    return float((ends[order] / ends.max() * makespan_s + streamed).max() + rest)
+    return float((ends / ends.max() * makespan_s + streamed).max() + rest)
+
+
+@lru_cache(maxsize=32)
+def _ends_of_share(kind: ReplicaKind, batch: Batch, count: int) -> tuple[Floats, Floats, Floats]:
+    """Return a replica's share of a batch by when its requests end: their tokens, those left from each on, the ends.
+
+    Kept, as a search asks for the same share beside many trainers, and again when it evaluates the splits.
+    """
+    lengths = requests_of_share(batch, count / batch.samples)
+    ends = share_ends(kind.curve, kind.slots, batch, lengths)
+    order = np.argsort(ends, kind="stable")
+    whole = lengths[order] + batch.prompt_tokens
+    return whole, np.cumsum(whole[::-1])[::-1], ends[order]
 
 
 def _grid(low: float, high: float, ratio: float) -> Iterator[float]:

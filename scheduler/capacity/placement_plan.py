@@ -276,9 +276,13 @@ class PlacementPlan:
 def evaluate(allocator: Allocator, split: Split, objective: PlanObjective = "throughput") -> PlacementPlan:
     """Time a split that was chosen for an objective."""
     problem = allocator.problem
-    # a link may take no batch in any time that counts
-    makespan = min(LONGEST_STEP_S, least_time(lambda t: sum(_parts(problem, split, t, False)) >= 1))
-    steady = min(makespan, least_time(lambda t: sum(_parts(problem, split, t, True)) >= 1))
+    by_route = _pools_by_route(problem, split)
+
+    def least(steady: bool) -> float:
+        return least_time(lambda t: sum(_limited(by_route, problem, split, t, steady)) >= 1)
+
+    makespan = min(LONGEST_STEP_S, least(False))  # a link may take no batch in any time that counts
+    steady = min(makespan, least(True))
     home = problem.offers[split.trainer].site
     transfer = max(problem.transfer_s(one.offer, home) for one in split.generation)
     load = max(one.kind.load_seconds(problem.model) for one in split.generation)
@@ -287,15 +291,31 @@ def evaluate(allocator: Allocator, split: Split, objective: PlanObjective = "thr
 
 def _parts(problem: Problem, split: Split, deadline: float, steady: bool) -> list[float]:
     """Return the share of a batch that each pool generates by a deadline, and that gets over its link by then."""
+    return _limited(_pools_by_route(problem, split), problem, split, deadline, steady)
+
+
+def _pools_by_route(problem: Problem, split: Split) -> list[tuple[float, list[int]]]:
+    """Return (bytes per second, pools) of each link over which samples come to the trainer."""
     offers, home = problem.offers, problem.offers[split.trainer].site
-    parts = [one.count * one.kind.share(deadline, steady) for one in split.generation]
+    found = []
     for site in {offers[one.offer].site for one in split.generation} - {home}:
         route = problem.route(home, site)
-        here = [number for number, one in enumerate(split.generation) if offers[one.offer].site == site]
+        if route is not None:
+            here = [number for number, one in enumerate(split.generation) if offers[one.offer].site == site]
+            found.append((route.bytes_per_s, here))
+    return found
+
+
+def _limited(
+    by_route: list[tuple[float, list[int]]], problem: Problem, split: Split, deadline: float, steady: bool
+) -> list[float]:
+    """Return what `_parts` does, with the links given: a bisection asks for many deadlines."""
+    parts = [one.count * one.kind.share(deadline, steady) for one in split.generation]
+    for bytes_per_s, here in by_route:
         generated = sum(parts[number] for number in here)
-        if route is not None and generated * problem.sample_bytes > deadline * route.bytes_per_s:
+        if generated * problem.sample_bytes > deadline * bytes_per_s:
             for number in here:
-                parts[number] *= deadline * route.bytes_per_s / problem.sample_bytes / generated
+                parts[number] *= deadline * bytes_per_s / problem.sample_bytes / generated
     return parts
 
 

@@ -312,25 +312,27 @@ def _ends_with_refills(
     """Return [n] the ends of requests of which some wait for a slot; arguments as for `replica_ends`."""
     tau, extra = curve.table(slots).tolist(), curve.per_context_token
     running: list[tuple[float, int]] = []  # (decode step at which it ends, request)
-    ends = np.empty(len(lengths))
+    ends = [0.0] * len(lengths)
     step = now = context = 0.0
-
-    def end_next() -> None:
-        nonlocal step, now, context
-        batch = len(running)
-        until, number = heapq.heappop(running)
-        steps = until - step
-        now += steps * tau[batch] + extra * steps * (context + batch * steps / 2)
-        context += batch * steps - prompts[number] - lengths[number]
-        step = until
-        ends[number] = now
-
     for number, length in enumerate(lengths):
-        if len(running) == slots:
-            end_next()
+        if len(running) < slots:
+            now += stalls[number]
+            context += prompts[number]
+            heapq.heappush(running, (step + length, number))
+            continue
+        until, ended = running[0]  # written out here as well: this is where plans of large batches spend their time
+        steps = until - step
+        now += steps * tau[slots] + extra * steps * (context + slots * steps / 2)
+        context += slots * steps - prompts[ended] - lengths[ended]
+        step, ends[ended] = until, now
         now += stalls[number]
         context += prompts[number]
-        heapq.heappush(running, (step + length, number))
+        heapq.heapreplace(running, (until + length, number))
     while running:
-        end_next()
-    return ends
+        batch = len(running)
+        until, ended = heapq.heappop(running)
+        steps = until - step
+        now += steps * tau[batch] + extra * steps * (context + batch * steps / 2)
+        context += batch * steps - prompts[ended] - lengths[ended]
+        step, ends[ended] = until, now
+    return np.asarray(ends)
