@@ -22,12 +22,14 @@ GIVEN = "STREAMRL_TEST_SLOWNESS" in os.environ  # before anything is imported th
 if "PYTEST_XDIST_WORKER" in os.environ:
     atexit.register(os._exit, 0)  # the first one registered is called last: taking down what was imported takes seconds
 
+# threads that wait for each other keep busy the cores of other tests; numpy reads it as it is imported, below
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 from streamrl.imports import importing  # noqa: E402
 from tests import warm  # noqa: E402
 from tests.leaks import Leaks  # noqa: E402
 from tests.waiting import FACTOR, scaled, slowness  # noqa: E402
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # threads that wait for each other keep busy the cores of other tests
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
