@@ -9,8 +9,8 @@ import pytest
 from tests.simulated_once import splits_simulated_once
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def simulated_once() -> Iterator[None]:
-    """Simulate each split once within a test."""
+    """Simulate each split once for all tests of a file."""
     with splits_simulated_once():
         yield

@@ -18,6 +18,8 @@ from scheduler.cost.hardware import device
 from scheduler.cost.model_shapes import MODELS
 from scheduler.cost.trainer_work import GRPO
 
+pytestmark = pytest.mark.usefixtures("simulated_once")
+
 RNG = np.random.default_rng(0)
 LENGTHS = np.concatenate([RNG.lognormal(7.7, 0.45, 3520), RNG.uniform(4_000, 20_000, 480)])
 Gpus = tuple[str, str, int, float]

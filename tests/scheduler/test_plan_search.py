@@ -18,6 +18,8 @@ from scheduler.cost.hardware import device
 from scheduler.cost.model_shapes import MODELS
 from scheduler.cost.trainer_work import GRPO
 
+pytestmark = pytest.mark.usefixtures("simulated_once")
+
 RNG = np.random.default_rng(0)
 LENGTHS = np.concatenate([RNG.lognormal(7.7, 0.45, 3520), RNG.uniform(4_000, 20_000, 480)])
 LINK = Route(1e9, 0.01)
@@ -48,7 +50,6 @@ def others(plan: PlacementPlan) -> Iterator[PlacementPlan]:
                 yield replace(evaluate(allocator, changed, plan.objective), simulated=True)
 
 
-@pytest.mark.usefixtures("simulated_once")
 @pytest.mark.parametrize("objective", ["throughput", "cost"])
 def test_no_other_size_of_replicas_is_better(objective: PlanObjective) -> None:
     one = problem(8, 32)
@@ -144,7 +145,6 @@ def test_no_plan_with_fewer_replicas_is_faster(gpus: int) -> None:
             assert other.chosen.seconds > best.chosen.seconds, (best.text, other.text)
 
 
-@pytest.mark.usefixtures("simulated_once")
 def test_gpus_that_hardly_shorten_a_step_are_not_rented() -> None:
     one = big_site(24)
     slow = replace(one, batch=replace(one.batch, environment_s=1.0))  # which limits the step, whatever generates
@@ -153,7 +153,6 @@ def test_gpus_that_hardly_shorten_a_step_are_not_rented() -> None:
     assert fast.usd_per_hour <= 1.01 * cheap.usd_per_hour
 
 
-@pytest.mark.usefixtures("simulated_once")
 def test_a_budget_binds_plans_that_are_made_cheaper() -> None:
     one = big_site(108)
     free = plans(one, "async", "throughput")[0].chosen
