@@ -29,6 +29,8 @@ class Driver:
     rewarding: dict[int, int] = field(default_factory=dict)
     complete: list[tuple[int, int, int]] = field(default_factory=list)
     """(issued under, completion, group), sorted."""
+    untaken: Counter[int] = field(default_factory=Counter)
+    """Number of these groups by the version that they were issued under."""
     trained: list[int] = field(default_factory=list)
     staleness: set[int] = field(default_factory=set)
     on_the_way: list[int] = field(default_factory=list)
@@ -44,7 +46,6 @@ class Driver:
         """Asked for what may be trained."""
 
     def state(self) -> ScheduleState:
-        under = [*self.generating.values(), *self.rewarding.values(), *(version for version, _, _ in self.complete)]
         return ScheduleState(
             batch=self.batch,
             issued=self.issued,
@@ -53,7 +54,7 @@ class Driver:
             step=self.step,
             taken=self.taken,
             complete=len(self.complete),
-            due=due_within(Counter(under), self.step, self.taking.max_staleness),
+            due=due_within(self.untaken, self.step, self.taking.max_staleness),
             steps=self.steps,
         )
 
@@ -61,11 +62,12 @@ class Driver:
         if self.schedule.exclusive:
             assert self.taken == 0 and self.version == self.step, "issued while the trainer has the devices"
         self.generating[self.issued] = self.version
+        self.untaken[self.version] += 1
         self.issued += 1
 
     def generate(self) -> None:
         # long and short groups: one that was issued early may come much later than its successors
-        groups = sorted(self.generating)
+        groups = list(self.generating)  # in the order of issue
         group = groups[-1] if self.rng.random() < 0.7 else self.rng.choice(groups)
         self.rewarding[group] = self.generating.pop(group)
 
@@ -79,6 +81,9 @@ class Driver:
         if self.schedule.exclusive:
             assert not self.generating, "training began while something generates"
         version, _, group = self.complete.pop(0)
+        self.untaken[version] -= 1
+        if not self.untaken[version]:
+            del self.untaken[version]
         assert 0 <= self.step - version <= self.taking.max_staleness
         self.staleness.add(self.step - version)
         self.trained.append(group)
