@@ -25,7 +25,7 @@ PR_SET_PDEATHSIG = 1
 MOST_LOOKS = 5
 """Times that processes to be killed are looked for, as they may start others meanwhile."""
 EXEC_S, LOOK_S = 1.0, 0.001
-"""Seconds for which an empty environment is read again, and between two looks."""
+"""Seconds for which an empty environment or command line is read again, and between two looks."""
 KERNEL = 2
 """Pid of the parent of the kernel's own processes, which have no environment."""
 STARTED = 17
@@ -173,8 +173,20 @@ def kill_group(leader: int) -> None:
             with contextlib.suppress(ProcessLookupError, PermissionError, psutil.Error):
                 if os.getpgid(pid) == leader:
                     process = psutil.Process(pid)
-                    frees = any(TRACKER in word for word in process.cmdline())
+                    frees = any(TRACKER in word for word in _command_line(process))
                     process.send_signal(signal.SIGCONT if frees else signal.SIGKILL)
+
+
+def _command_line(process: psutil.Process) -> list[str]:
+    """Return a process's command line, which a process does not have for a moment while it loads a program.
+
+    Raises:
+        psutil.Error: it has ended, or is another user's.
+    """
+    end = time.monotonic() + EXEC_S
+    while not (words := process.cmdline()) and time.monotonic() < end:
+        time.sleep(LOOK_S)
+    return words
 
 
 def kill_with(starter: int, *, children: bool) -> None:

@@ -1,14 +1,16 @@
-"""Which processes are found by a variable of their environment, and killed."""
+"""Which processes are found by a variable of their environment or by their group, and killed."""
 
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 
 from streamrl.runtime import processes
@@ -52,6 +54,27 @@ def test_a_process_without_an_environment_is_waited_for_once(monkeypatch: pytest
         for _ in range(2):
             assert processes._environment(process.pid) == b""
         assert len(naps) == 1
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_a_tracker_that_loads_its_program_is_not_killed_with_its_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    tracker = [*SLEEP[:-1], f"{processes.TRACKER}; {SLEEP[-1]}"]
+    process = subprocess.Popen(tracker, stdout=subprocess.PIPE, start_new_session=True)
+    read, looks, sent = psutil.Process.cmdline, [0], list[int]()
+
+    def as_in_exec(one: psutil.Process) -> list[str]:
+        looks[0] += 1
+        return [] if looks[0] < 4 else read(one)
+
+    try:
+        assert process.stdout is not None and process.stdout.readline()
+        with monkeypatch.context() as changed:
+            changed.setattr(psutil.Process, "cmdline", as_in_exec)
+            changed.setattr(psutil.Process, "send_signal", lambda one, number: sent.append(number))
+            processes.kill_group(process.pid)
+        assert set(sent) == {signal.SIGCONT}
     finally:
         process.kill()
         process.communicate()
