@@ -1,4 +1,4 @@
-"""Environments with the tools of an MCP server: real servers over pipes and over HTTP."""
+"""Environments with the tools of an MCP server: servers of package mcp over pipes and over HTTP, and small ones."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import re
 import sys
 import sysconfig
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from streamrl.environments import environment_pool, environment_process
 from streamrl.environments.environment_pool import EnvironmentPool
 from streamrl.environments.environment_process import EnvironmentEnded, EnvironmentFailed
 from streamrl.environments.environment_trial import try_environment
+from streamrl.environments.in_venv import mcp_tools_text
 from streamrl.environments.installed import InstalledEnvironment, add_environment
 from streamrl.errors import UserError
 from streamrl.machine.own_share import usable_cores
@@ -37,7 +38,6 @@ from tests.agents.model_server import ModelServer
 from tests.waiting import scaled, until, wait_for
 
 SHOP = """
-import asyncio
 import os
 from mcp.server.mcpserver import MCPServer
 from mcp.server.mcpserver.exceptions import ToolError
@@ -50,8 +50,6 @@ def price(item: str, count: int = 1) -> str:
     "Return the price of an item."
     if item == "poison":
         raise ToolError("not for sale")
-    if item == "gun":
-        os._exit(1)
     sold.append(item)
     return f"{count} {item}: {3 * count} euros, {os.getpid()}, sold {len(sold)}"
 
@@ -61,17 +59,12 @@ def greet() -> str:
     return os.environ.get("GREETING", "none")
 
 @server.tool()
-async def nap(seconds: float, mib: int = 0) -> str:
+def nap(seconds: float, mib: int = 0) -> str:
     "Sleep, and keep memory meanwhile."
-    sold.append(os.urandom(2**20) * mib)
-    await asyncio.sleep(seconds)
-    return "slept"
+    return "not here"
 """
-HANGS = """
-import os, time
-while os.path.exists(os.environ.get("HANGS_BESIDE", "")):
-    time.sleep(0.1)
-"""
+SMALL = Path(__file__).with_name("small_shop.py")
+"""The same shop; package mcp takes a second or two of computing to start."""
 REWARD = """
 import time
 
@@ -81,15 +74,22 @@ def calls(item, messages):
 """
 
 
+Scenario = Callable[[EnvironmentPool], Coroutine[None, None, None]]
+
+
 @pytest.fixture(scope="module")
 def shop(tmp_path_factory: pytest.TempPathFactory) -> InstalledEnvironment:
-    """An environment with a program; its package mcp is the one of these tests."""
+    """An environment with two programs, `shop` and `small_shop`; its package mcp is the one of these tests."""
     folder = tmp_path_factory.mktemp("shops")
     (folder / "shop_rewards.py").write_text(REWARD)
-    made = add_environment(folder / "shop", "mcp:shop", paths=[folder, Path(sysconfig.get_path("purelib"))])
-    program = made.python.parent / "shop"
-    program.write_text(f"#!{sys.executable}\n{HANGS}\n{SHOP}\nserver.run('stdio')\n")
-    program.chmod(0o755)
+    made = add_environment(folder / "shop", "mcp:small_shop", paths=[folder, Path(sysconfig.get_path("purelib"))])
+    for name, text in (
+        ("shop", f"#!{sys.executable}\n{SHOP}\nserver.run('stdio')\n"),
+        ("small_shop", f"#!{sys.executable} -IS\n{SMALL.read_text()}"),
+    ):
+        program = made.python.parent / name
+        program.write_text(text)
+        program.chmod(0o755)
     return made
 
 
@@ -118,6 +118,24 @@ async def started(
         yield pool
     finally:
         await pool.close()
+
+
+@pytest.fixture(scope="module")
+def strict(shop: InstalledEnvironment) -> Iterator[Callable[[Scenario], None]]:
+    """Play a scenario with a pool whose server is `STRICT`, the same for several tests: its process imports mcp."""
+    with asyncio.Runner() as runner:
+        stack = contextlib.AsyncExitStack()
+        entered = stack.enter_async_context(started(shop, f"mcp:{sys.executable}", arguments=[str(STRICT)]))
+        pool = runner.run(entered)
+
+        async def played(scenario: Scenario) -> None:
+            await scenario(pool)
+            (process,) = pool._processes
+            await until(lambda: not process._work)  # the test's servers have ended
+            assert pool.restarts == 0
+
+        yield lambda scenario: runner.run(played(scenario))
+        runner.run(stack.aclose())
 
 
 def calls(*made: tuple[str, Any]) -> dict[str, Any]:
@@ -163,7 +181,7 @@ def test_tools_are_offered_called_and_the_last_answer_is_scored(
     shop: InstalledEnvironment, shop_url: str, over: str
 ) -> None:
     async def scenario() -> None:
-        make = "" if over == "pipes" else f"mcp:{shop_url}"
+        make = "mcp:shop" if over == "pipes" else f"mcp:{shop_url}"
         async with contextlib.AsyncExitStack() as stack:
             pool = await stack.enter_async_context(started(shop, make, instructions="Ask."))
             a = await stack.enter_async_context(pool.place("a"))
@@ -198,9 +216,9 @@ def test_tools_are_offered_called_and_the_last_answer_is_scored(
     asyncio.run(scenario())
 
 
-def test_a_call_that_the_server_refuses_is_told_to_the_model(shop: InstalledEnvironment) -> None:
-    async def scenario() -> None:
-        async with started(shop, f"mcp:{sys.executable}", arguments=[str(STRICT)]) as pool, pool.place("a") as place:
+def test_a_call_that_the_server_refuses_is_told_to_the_model(strict: Callable[[Scenario], None]) -> None:
+    async def scenario(pool: EnvironmentPool) -> None:
+        async with pool.place("a") as place:
             await place.reset(ITEM)
             found = (await place.step(calls(("add", '{"a": 1}'), ("add", '{"b": 1}')))).result
             assert [one["content"] for one in found["messages"]] == ["2", "error: a: Required"]
@@ -208,41 +226,44 @@ def test_a_call_that_the_server_refuses_is_told_to_the_model(shop: InstalledEnvi
             with pytest.raises(EnvironmentFailed, match="Required"):
                 await place.step(calls(("add", '{"code": -32000}')))  # as if the connection were closed
 
-    asyncio.run(scenario())
+    strict(scenario)
 
 
-def test_all_that_a_tool_returns_is_told_to_the_model(shop: InstalledEnvironment) -> None:
+def test_all_that_a_tool_returns_is_told_to_the_model(strict: Callable[[Scenario], None]) -> None:
     given = [json.dumps({"result": {"content": content, "structuredContent": STRUCTURED}}) for content, _ in RESULTS]
 
-    async def scenario() -> None:
-        async with started(shop, f"mcp:{sys.executable}", arguments=[str(STRICT)]) as pool, pool.place("a") as place:
+    async def environment(pool: EnvironmentPool) -> None:
+        async with pool.place("a") as place:
             await place.reset(ITEM)
             found = (await place.step(calls(*(("add", one) for one in given)))).result
             assert [one["content"] for one in found["messages"]] == [told for _, told in RESULTS]
+
+    async def agent() -> None:
         async with mcp_tools([sys.executable, str(STRICT)]) as tools:
             assert [await tools[0].call(**json.loads(one)) for one in given] == [told for _, told in RESULTS]
 
-    asyncio.run(scenario())
+    strict(environment)
+    asyncio.run(agent())
 
 
 HALF = '{"jsonrpc": "2.0", "id": 4, "result": {"content": [{"type": "text", "text": "\\ud83d"}]}}'
 """An answer with half a surrogate pair."""
 
 
-def test_an_answer_that_cannot_be_read_fails_its_call_and_other_lines_do_not(shop: InstalledEnvironment) -> None:
+def test_an_answer_that_cannot_be_read_fails_its_call_and_other_lines_do_not(
+    strict: Callable[[Scenario], None],
+) -> None:
     banner = {"a": 1, "line": "serving"}
 
-    make = f"mcp:{sys.executable}"
-
-    async def environment() -> None:
-        async with started(shop, make, arguments=[str(STRICT)]) as pool, pool.place("a") as place:
+    async def environment(pool: EnvironmentPool) -> None:
+        async with pool.place("a") as place:
             await place.reset(ITEM)
             found = (await place.step(calls(("add", json.dumps(banner))))).result
             assert [one["content"] for one in found["messages"]] == ["2"]
             with pytest.raises(EnvironmentFailed, match=r"an answer of the MCP server cannot be read: .*hex escape"):
                 await place.step(calls(("add", json.dumps({"line": HALF}))))
         for line in NO_ANSWERS:
-            async with started(shop, make, arguments=[str(STRICT)]) as pool, pool.place("a") as place:
+            async with pool.place("a") as place:
                 await place.reset(ITEM)
                 with pytest.raises(EnvironmentFailed, match=r"cannot be read: it is no JSON-RPC 2.0"):
                     await place.step(calls(("add", json.dumps({"line": line}))))
@@ -258,7 +279,7 @@ def test_an_answer_that_cannot_be_read_fails_its_call_and_other_lines_do_not(sho
             assert await tools[0].call(a=1, line='{"level": "info", "msg": "a log"}') == "2"
             assert await tools[0].call(a=1) == "2"
 
-    asyncio.run(environment())
+    strict(environment)
     asyncio.run(agent())
 
 
@@ -274,9 +295,11 @@ OTHER_ID = '{"jsonrpc": "2.0", "id": 1004, "result": {"content": []}}'
         (OTHER_ID, "an answer of the MCP server is of no call, as none has the id 1004"),
     ],
 )
-def test_an_answer_that_names_no_call_fails_those_that_wait(shop: InstalledEnvironment, line: str, told: str) -> None:
-    async def environment() -> None:
-        async with started(shop, f"mcp:{sys.executable}", arguments=[str(STRICT)]) as pool, pool.place("a") as place:
+def test_an_answer_that_names_no_call_fails_those_that_wait(
+    strict: Callable[[Scenario], None], line: str, told: str
+) -> None:
+    async def environment(pool: EnvironmentPool) -> None:
+        async with pool.place("a") as place:
             await place.reset(ITEM)
             with pytest.raises(EnvironmentFailed, match=told):
                 await place.step(calls(("add", json.dumps({"line": line}))))
@@ -287,25 +310,25 @@ def test_an_answer_that_names_no_call_fails_those_that_wait(shop: InstalledEnvir
                 await tools[0].call(line=line)
             assert await tools[0].call(a=1) == "2"
 
-    asyncio.run(environment())
+    strict(environment)
     asyncio.run(asyncio.wait_for(agent(), scaled(30)))
 
 
-def test_bytes_that_are_not_utf8_cost_no_call(shop: InstalledEnvironment) -> None:
+def test_bytes_that_are_not_utf8_cost_no_call(strict: Callable[[Scenario], None]) -> None:
     """The server writes Latin-1."""
     given = [{"a": 1, "line": "d\xe9but"}, {"result": {"content": [{"type": "text", "text": "caf\xe9"}]}}]
 
-    async def environment() -> list[str]:
-        async with started(shop, f"mcp:{sys.executable}", arguments=[str(STRICT)]) as pool, pool.place("a") as place:
+    async def environment(pool: EnvironmentPool) -> None:
+        async with pool.place("a") as place:
             await place.reset(ITEM)
             found = (await place.step(calls(*(("add", json.dumps(one)) for one in given)))).result
-            return [one["content"] for one in found["messages"]]
+            assert [one["content"] for one in found["messages"]] == ["2", "caf\ufffd"]
 
     async def agent() -> list[str]:
         async with mcp_tools([sys.executable, str(STRICT)]) as tools:
             return [await tools[0].call(**one) for one in given]
 
-    assert asyncio.run(environment()) == ["2", "caf\ufffd"]
+    strict(environment)
     assert asyncio.run(asyncio.wait_for(agent(), scaled(30))) == ["2", "caf\ufffd"]
 
 
@@ -331,7 +354,7 @@ def test_a_server_that_dies_fails_its_episode_alone_and_none_is_left(shop: Insta
 
 def test_a_call_that_takes_too_long_costs_its_own_episode_and_its_server(shop: InstalledEnvironment) -> None:
     async def scenario() -> None:
-        async with started(shop, step_s=scaled(5)) as pool:
+        async with started(shop, step_s=scaled(2)) as pool:
             (process,) = pool._processes
             async with pool.place("other") as other:
                 await other.reset(ITEM)
@@ -355,7 +378,7 @@ def test_a_server_that_hangs_at_its_start_costs_its_own_episode(
     file = tmp_path / "hangs"
 
     async def scenario() -> None:
-        async with started(shop, step_s=scaled(5), variables={"HANGS_BESIDE": str(file)}) as pool:
+        async with started(shop, step_s=scaled(2), variables={"HANGS_BESIDE": str(file)}) as pool:
             (process,) = pool._processes
             async with pool.place("other") as other:
                 await other.reset(ITEM)
@@ -378,7 +401,7 @@ def test_a_process_that_does_not_answer_at_all_is_killed_and_the_other_episodes_
     monkeypatch.setattr(environment_process, "CLOSE_S", scaled(1))
 
     async def scenario() -> None:
-        async with started(shop, step_s=scaled(5), reward="shop_rewards:calls") as pool:
+        async with started(shop, step_s=scaled(2), reward="shop_rewards:calls") as pool:
             item = {"prompt": "x", "more": 1, "seconds": 3600}
             async with pool.place("late") as late:
                 await late.reset(item)
@@ -392,29 +415,28 @@ def test_a_process_that_does_not_answer_at_all_is_killed_and_the_other_episodes_
     asyncio.run(scenario())
 
 
-def test_few_servers_start_at_once_and_those_that_wait_are_not_late(shop: InstalledEnvironment) -> None:
-    async def scenario() -> None:
-        async with started(shop) as pool:
-            (process,) = pool._processes
-            at_once = environment_pool.RESETS_PER_CORE * usable_cores()
+def test_few_servers_start_at_once_and_those_that_wait_are_not_late(strict: Callable[[Scenario], None]) -> None:
+    async def scenario(pool: EnvironmentPool) -> None:
+        (process,) = pool._processes
+        at_once = environment_pool.RESETS_PER_CORE * usable_cores()
+        for _ in range(at_once):
+            await asyncio.wait_for(pool._resets.acquire(), scaled(1))
+        begun: list[str] = []
+        async with pool.place("given up") as given_up:
+            reset = asyncio.ensure_future(given_up.reset(ITEM, lambda: begun.append("given up")))
+            await until(lambda: pool._resets.locked() and process._work)
+            reset.cancel()
+        async with pool.place("waits") as waits:
+            reset = asyncio.ensure_future(waits.reset(ITEM, lambda: begun.append("waits")))
+            await until(lambda: len(process._work) == 2)
+            assert not [episode for episode, _ in process._owed.values() if episode == "waits"]
+            assert begun == []
             for _ in range(at_once):
-                await asyncio.wait_for(pool._resets.acquire(), scaled(1))
-            begun: list[str] = []
-            async with pool.place("given up") as given_up:
-                reset = asyncio.ensure_future(given_up.reset(ITEM, lambda: begun.append("given up")))
-                await until(lambda: pool._resets.locked() and process._work)
-                reset.cancel()
-            async with pool.place("waits") as waits:
-                reset = asyncio.ensure_future(waits.reset(ITEM, lambda: begun.append("waits")))
-                await until(lambda: len(process._work) == 2)
-                assert not [episode for episode, _ in process._owed.values() if episode == "waits"]
-                assert begun == []
-                for _ in range(at_once):
-                    pool._resets.release()
-                assert (await reset).waited_s > 0 and begun == ["waits"]
-                assert len(psutil.Process(process.process.pid).children()) == 1  # none for the one that was given up
+                pool._resets.release()
+            assert (await reset).waited_s > 0 and begun == ["waits"]
+            assert len(psutil.Process(process.process.pid).children()) == 1  # none for the one that was given up
 
-    asyncio.run(scenario())
+    strict(scenario)
 
 
 def test_a_reset_that_is_late_keeps_no_other_one_waiting_while_its_process_is_looked_at(
@@ -423,7 +445,7 @@ def test_a_reset_that_is_late_keeps_no_other_one_waiting_while_its_process_is_lo
     file = tmp_path / "hangs"
 
     async def scenario() -> None:
-        async with started(shop, step_s=scaled(5), variables={"HANGS_BESIDE": str(file)}) as pool:
+        async with started(shop, step_s=scaled(2), variables={"HANGS_BESIDE": str(file)}) as pool:
             (process,) = pool._processes
             for _ in range(environment_pool.RESETS_PER_CORE * usable_cores() - 1):
                 await pool._resets.acquire()
@@ -447,7 +469,7 @@ def test_servers_start_as_there_is_memory_for_them(shop: InstalledEnvironment, m
     monkeypatch.setattr(environment_pool, "WATCH_S", 0.05)
 
     async def scenario() -> None:
-        async with started(shop, memory_gb=0.3) as pool:
+        async with started(shop, memory_gb=0.3, variables={"MIB": 60}) as pool:
 
             async def one(number: int) -> float:
                 async with pool.place(str(number)) as place:
@@ -478,7 +500,7 @@ def test_a_server_that_grows_beyond_the_memory_costs_its_own_episode(
         r"a server with (0\.\d\d) GiB is killed, the largest of 2 of a process; its episode fails: ", caplog.text
     )
     assert told is not None and "its episode fails: it uses 0." in caplog.text
-    assert float(told[1]) > 0.2, "the other has some 0.07, and this one is seen as it grows"
+    assert float(told[1]) > 0.2, "the other has some 0.01, and this one is seen as it grows"
 
 
 def test_a_process_that_is_full_before_its_first_episode_is_not_replaced(
@@ -515,13 +537,10 @@ def test_variables_reach_the_program_and_a_trial_reports_no_problem(shop: Instal
 @pytest.mark.parametrize(
     ("make", "config", "text"),
     [
-        ("mcp:no-such-program", {}, "there is no program 'no-such-program'"),
         ("mcp:true", {}, "the MCP server cannot be used"),
         ("mcp:http://127.0.0.1:9/mcp", {}, "the MCP server cannot be used"),
-        ("mcp:shop", {"tools": ["fly"]}, "it has no tool 'fly', only greet, nap, price"),
-        ("mcp:shop", {"tool": ["price"]}, r"unknown keys \['tool'\]"),
-        ("mcp:shop", {"reward": "nothing"}, "expected 'module:function'"),
-        ("mcp:shop", {"reward": "shop_rewards:REWARDS"}, "no attribute 'REWARDS'"),
+        ("", {"tools": ["fly"]}, "it has no tool 'fly', only greet, nap, price"),
+        ("", {"tool": ["price"]}, r"unknown keys \['tool'\]"),
     ],
 )
 def test_what_cannot_work_is_told_at_the_start(
@@ -533,6 +552,20 @@ def test_what_cannot_work_is_told_at_the_start(
 
     with pytest.raises(UserError, match=text):
         asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "text"),
+    [
+        ("no-such-program", {}, "there is no program 'no-such-program'"),
+        ("true", {"reward": "nothing"}, "expected 'module:function'"),
+        ("true", {"reward": "math:REWARDS"}, "no attribute 'REWARDS'"),
+        ("true", {"reward": "math:pi"}, "'math:pi' cannot be called"),
+    ],
+)
+def test_what_cannot_work_is_told_before_a_server_starts(name: str, config: dict[str, Any], text: str) -> None:
+    with pytest.raises((ValueError, AttributeError), match=text):
+        mcp_tools_text.make(name, config)
 
 
 def test_the_last_words_of_a_server_that_ends_at_its_start_are_told(shop: InstalledEnvironment) -> None:
@@ -553,13 +586,13 @@ def test_the_last_words_of_a_server_that_ends_at_its_start_are_told(shop: Instal
         asyncio.run(agent())
 
 
-def test_an_item_that_nothing_could_score_fails(shop: InstalledEnvironment) -> None:
-    async def scenario() -> None:
-        async with started(shop) as pool, pool.place("a") as place:
+def test_an_item_that_nothing_could_score_fails(strict: Callable[[Scenario], None]) -> None:
+    async def scenario(pool: EnvironmentPool) -> None:
+        async with pool.place("a") as place:
             with pytest.raises(EnvironmentFailed, match="no `answer`, and the config no `reward`"):
                 await place.reset({"prompt": "x"})
 
-    asyncio.run(scenario())
+    strict(scenario)
 
 
 def test_the_time_of_an_episode_begins_with_its_reset(
