@@ -95,6 +95,8 @@ the order in which they run.
 Those that take longest come first: a worker of pytest-xdist (`--dist loadfile --no-loadscope-reorder`) that has
 finished a file takes the next one, so all end at about the same time. A file's fixtures are made once.
 """
+STARTED_WARM = ("agents/test_workers.py", "agents/test_hard_ends.py", "agents/test_example_agents.py")
+"""Those of them whose many agent workers are forked with everything imported, which else takes most of their time."""
 LONG = frozenset((TESTS / "long_tests.txt").read_text(encoding="utf-8").split())
 """Functions of the other files whose tests took long, as FILE::FUNCTION (`tools/long_tests.py`), marked `long`."""
 TAKES_SLOW = {"slow": True, "not slow": False, "not slow and not long": False}
@@ -196,10 +198,11 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 @pytest.fixture(scope="module", autouse=True)
 def _spawned_warm(request: pytest.FixtureRequest) -> Iterator[None]:
     """Let vLLM's engines, trainer ranks and the like begin with everything imported, in files that start many."""
-    if request.path.relative_to(TESTS).as_posix() not in SLOW:
+    file = file_of(request.path)
+    if file not in SLOW:
         yield
         return
-    with warm.multiprocessing_warm():
+    with warm.multiprocessing_warm(), warm.subprocess_warm() if file in STARTED_WARM else contextlib.nullcontext():
         yield
 
 
