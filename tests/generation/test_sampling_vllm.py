@@ -32,9 +32,12 @@ Drawing = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 def drawn_in_c(probabilities: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
     assert _library() is not None, "no C compiler on this machine"
-    logits = probabilities.log()
+    rows = probabilities if probabilities.stride(0) else probabilities[:1]  # one that is repeated
+    logits = rows.log().expand(len(numbers), -1).contiguous()
     tokens = draw_(logits, numbers)
-    torch.testing.assert_close(logits, probabilities.log().log_softmax(-1), equal_nan=True)
+    ends = torch.stack([logits.amin(0, True), logits.amax(0, True)]) if len(rows) == 1 else logits[None]
+    exact = rows.log().log_softmax(-1).expand_as(ends)
+    torch.testing.assert_close(ends, exact, equal_nan=True)
     return tokens
 
 
