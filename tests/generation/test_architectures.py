@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -105,3 +106,10 @@ def test_tables_are_read_as_they_are() -> None:
     of_vllm = architectures._tables("vllm", "model_executor/models/registry.py")
     assert {*architectures.GENERATING, *architectures.OTHERS, architectures.EARLIER} <= of_vllm.keys()
     assert of_vllm["_TEXT_GENERATION_MODELS"]["Qwen3ForCausalLM"] == ("qwen3", "Qwen3ForCausalLM")
+
+
+def test_tables_of_a_package_that_was_not_found_are_read_once_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "vllm", None)  # it is not found
+        assert architectures._tables("vllm", "model_executor/models/registry.py") == {}
+    assert architectures._tables("vllm", "model_executor/models/registry.py")

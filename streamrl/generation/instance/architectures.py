@@ -149,14 +149,18 @@ def _source_of(kind: str, name: str) -> str | None:
     return None
 
 
-@lru_cache
 def _tables(package: str, file: str) -> dict[str, dict[str, Any]]:
     """Return the tables of constants in a package's module, by name; {}: it is not installed, or has none."""
+    root = _root(package)  # asked each time, as a package that is not found now may be found later
+    return {} if root is None else _tables_in(root / file)
+
+
+@lru_cache
+def _tables_in(module: Path) -> dict[str, dict[str, Any]]:
+    """Return the tables of constants in a module, by name."""
     found: dict[str, dict[str, Any]] = {}
-    if (root := _root(package)) is None:
-        return found
     with contextlib.suppress(OSError, SyntaxError):
-        for node in ast.parse((root / file).read_text(encoding="utf-8")).body:
+        for node in ast.parse(module.read_text(encoding="utf-8")).body:
             if not isinstance(node, ast.Assign) or not isinstance(node.targets[0], ast.Name):
                 continue
             if entries := dict(_entries(node.value)):
