@@ -459,6 +459,20 @@ def test_a_curriculum_may_end_in_more_long_rows_than_come_together_by_chance(
         group_source(tmp_path, 100, 110, tasks=[task]).next_group(1)
 
 
+@pytest.mark.parametrize(("shuffle", "most"), [(True, 1000), (False, 5000)])
+def test_a_run_ends_after_a_thousand_long_prompts_in_a_row_or_five_thousand_of_a_curriculum(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shuffle: bool, most: int
+) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text((json.dumps({"prompt": "2", "answer": "2"}) + "\n") * 6000)
+    task = {"kind": "file", "name": "t", "path": str(path), "shuffle": shuffle}
+    source, long = group_source(tmp_path, 100, 110, tasks=[task]), np.zeros(11, np.int32)
+    monkeypatch.setattr(source, "tokens", lambda prompt: long)  # making tokens of so many takes seconds
+    with pytest.raises(RunFailed, match=f"^{most} prompts in a row have more than 10 tokens"):
+        source.next_group(1)
+    assert source.too_long == most
+
+
 def test_chat_template_is_applied_with_the_system_prompt(tmp_path: Path) -> None:
     source = group_source(tmp_path, 100, 400)
     source.tokens = PromptTokens(source.run.model.model_copy(update={"system_prompt": "Be brief"}), source.tokenizer)
