@@ -115,6 +115,23 @@ def test_who_starts_others_does_so_through_a_template_of_its_own_that_ends_with_
     assert set(psutil.Process().children(recursive=True)) <= before
 
 
+def test_subprocess_starts_the_packages_processes_warm_while_that_is_on_and_there_is_a_template(
+    look: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def is_warm() -> bool:
+        environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+        done = subprocess.run(look, env=environment, capture_output=True, text=True, timeout=scaled(120))
+        return bool(json.loads(done.stdout)["vllm"])
+
+    monkeypatch.setattr(warm, "_own", [warm.template()])
+    with warm.subprocess_warm():
+        assert is_warm()
+    assert not is_warm()
+    monkeypatch.setattr(warm, "_own", [])
+    with warm.subprocess_warm():
+        assert not is_warm()
+
+
 TELLS = """
 import os, sys
 from tests import warm
