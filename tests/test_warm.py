@@ -98,6 +98,26 @@ def test_a_warm_process_shows_its_command_line_and_gets_its_signals(tmp_path: Pa
     assert stopped.wait(60) == -signal.SIGKILL
 
 
+def test_streams_of_a_warm_process_seek_as_its_own_files_do_whatever_the_templates_were(tmp_path: Path) -> None:
+    program = """
+import os, sys
+from tests import warm
+os.dup2({}, 1)
+warm._open_streams()
+sys.stdout.reconfigure(errors="replace")
+print("seeks" if sys.stdout.seekable() else "does not seek", sys.stderr.line_buffering)
+"""
+    for number, seekable in ((2, False), (1, True)):
+        with (tmp_path / str(number)).open("w+") as file:
+            ended = subprocess.run(
+                [sys.executable, "-c", program.format(number)], stdout=file, stderr=subprocess.PIPE, text=True
+            )
+            file.seek(0)
+            assert ended.returncode == 0, ended.stderr
+            want = "seeks True" if seekable else "does not seek True"
+            assert (file.read() if seekable else ended.stderr).strip() == want
+
+
 def test_who_starts_others_does_so_through_a_template_of_its_own_that_ends_with_it(
     look: list[str], tmp_path: Path
 ) -> None:

@@ -239,6 +239,7 @@ def _begin(request: Request, files: list[int], begun: int, path: list[str], vari
     for number, fd in zip((0, 1, 2, *request.files), files, strict=True):
         os.dup2(fd, number)
         os.close(fd)
+    _open_streams()
     if request.new_session:
         os.setsid()
     os.chdir(request.folder)
@@ -270,6 +271,19 @@ def _moved(fd: int) -> int:
         return fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, HIGH)
     finally:
         os.close(fd)
+
+
+def _open_streams() -> None:
+    """Open `sys.stdin`, `sys.stdout` and `sys.stderr` anew, as an interpreter does that starts with these files.
+
+    Those of the template know whether its own files can seek and are terminals, which need not hold for these.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        old = getattr(sys, name)
+        stream = os.fdopen(number, "w" if number else "r", encoding=old.encoding, errors=old.errors, closefd=False)
+        if name == "stderr":
+            stream.reconfigure(line_buffering=True)
+        setattr(sys, name, stream)
 
 
 def _run(request: Request) -> int:
