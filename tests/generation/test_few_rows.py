@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import functools
+import json
 import mmap
 import os
 import pickle
@@ -91,6 +92,89 @@ def test_weights_that_do_not_fit_into_panels_have_no_product_in_bf16() -> None:
         assert found.fits(torch.empty(size, dtype=torch.bfloat16)) == fits, size
     assert not found.fits(torch.empty(1, 16, 32, dtype=torch.bfloat16))
     assert not found.fits(torch.empty(16, 32, dtype=torch.bfloat16, device="meta"))
+
+
+class Timed:
+    """A library whose product takes so many seconds, by a clock of its own, with prefetching and without."""
+
+    def __init__(self, with_s: float, without_s: float) -> None:
+        self._name = "/cache/few-rows-1.so"
+        self.now, self.reads, self._seconds, self._is_on = 0.0, 0, (without_s, with_s), 1
+
+    def prefetch(self, is_on: bool) -> None:
+        self._is_on = int(is_on)
+
+    def few_rows(self, *_: object) -> None:
+        self.reads += 1
+        slower = 2 if self.reads > 2 else 1  # of a busy machine: the quickest count
+        self.now += slower * self._seconds[self._is_on]
+
+
+@pytest.fixture
+def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("STREAMRL_CACHE", str(tmp_path))
+    monkeypatch.setattr(few_rows, "READ_BYTES", 1 << 20)
+    return tmp_path
+
+
+@pytest.mark.parametrize(("seconds", "gains"), [((1.0, 1.1), True), ((1.1, 1.0), False)])
+def test_whether_weights_are_prefetched_is_measured_once(
+    seconds: tuple[float, float], gains: bool, empty_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = Timed(*seconds)
+    monkeypatch.setattr(few_rows.time, "thread_time", lambda: library.now)
+
+    def chosen() -> bool:
+        return few_rows._gains_by_prefetching(library, torch.float32)  # type: ignore[arg-type]
+
+    assert chosen() is gains and library.reads == 2 * few_rows.TRIES
+    assert chosen() is gains and library.reads == 2 * few_rows.TRIES
+    (kept,) = (empty_cache / "machine").iterdir()
+    values = json.loads(kept.read_text())
+    assert (values["with_s"], values["without_s"]) == pytest.approx(seconds)
+    kept.write_text("{")
+    assert chosen() is gains and library.reads == 4 * few_rows.TRIES
+    assert json.loads(kept.read_text())["gains"] is gains
+
+
+@pytest.mark.parametrize("gains", [True, False])
+def test_products_prefetch_as_was_measured(gains: bool, empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings: list[bool] = []
+    loaded = compiled_c.load(few_rows.SOURCES[torch.float32], "")
+    assert loaded is not None
+    prefetch = loaded.prefetch
+
+    def noted(is_on: bool) -> None:
+        settings.append(is_on)
+        prefetch(is_on)
+
+    monkeypatch.setattr(loaded, "prefetch", noted)
+    monkeypatch.setattr(few_rows, "_gains_by_prefetching", lambda *_: gains)
+    monkeypatch.setattr(compiled_c, "load", lambda *_: loaded)
+    assert products.__wrapped__(torch.float32) is not None
+    assert settings == [gains]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_prefetching_changes_no_product(dtype: torch.dtype) -> None:
+    found, loaded = products(dtype), compiled_c.load(few_rows.SOURCES[dtype], "")
+    assert loaded is not None
+    if found is None:
+        assert dtype == torch.bfloat16 and "avx512_bf16" not in this_cpu().flags
+        return
+    generator = torch.Generator().manual_seed(0)
+    weight = _arranged(torch.randn(64, 96, generator=generator).to(dtype))
+    is_on = few_rows._gains_by_prefetching(loaded, dtype)
+    try:
+        for rows in range(1, found.most_rows + 1):
+            x = torch.randn(rows, 96, generator=generator).to(dtype)
+            kept = []
+            for setting in (True, False):
+                loaded.prefetch(setting)
+                kept.append(multiply(x, weight))
+            assert torch.equal(*kept) and kept[0].isfinite().all()
+    finally:
+        loaded.prefetch(is_on)
 
 
 def test_there_are_no_products_of_other_types() -> None:

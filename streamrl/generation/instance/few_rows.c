@@ -1,10 +1,15 @@
-/* y = x w' + b for a few rows of x, in fp32: every weight is read once, in order, and the next ones are prefetched.
-   Reading takes the time, so all rows of x use a row of weights while it is at hand. */
+/* y = x w' + b for a few rows of x, in fp32: every weight is read once, in order. Reading takes the time, so all rows of x
+   use a row of weights while it is at hand. */
 #include "call.h"
 
 typedef float v8 __attribute__((vector_size(32), aligned(4)));
 #define LOAD(p) (*(const v8 *)(p))
 #define AHEAD 1024 /* floats */
+
+static int prefetches = 1;
+
+/* whether weights are prefetched from now on: it makes some CPUs faster, and others slower */
+void prefetch(int is_on) { prefetches = is_on; }
 
 static inline float sum(v8 v) {
     float s = 0;
@@ -15,6 +20,7 @@ static inline float sum(v8 v) {
 /* M rows of x; each has U independent sums, so that no addition waits for the one before */
 #define ROWS(M, U)                                                                                             \
     static void rows_##M(const float *x, const float *w, const float *b, float *y, long n, long k) {          \
+        const int ahead = prefetches;                                                                         \
         _Pragma("omp parallel for schedule(static)") for (long i = 0; i < n; i++) {                           \
             const float *row = w + i * k;                                                                     \
             v8 a[M][U];                                                                                       \
@@ -22,7 +28,8 @@ static inline float sum(v8 v) {
                 for (int u = 0; u < U; u++) a[m][u] = (v8){0};                                                \
             long j = 0;                                                                                       \
             for (; j + 8 * U <= k; j += 8 * U) {                                                              \
-                for (int u = 0; u < U; u += 2) __builtin_prefetch(row + j + AHEAD + 8 * u);                   \
+                if (ahead)                                                                                    \
+                    for (int u = 0; u < U; u += 2) __builtin_prefetch(row + j + AHEAD + 8 * u);               \
                 _Pragma("GCC unroll 8") for (int u = 0; u < U; u++) {                                         \
                     v8 b = LOAD(row + j + 8 * u);                                                             \
                     _Pragma("GCC unroll 8") for (int m = 0; m < M; m++) a[m][u] +=                            \

@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import json
 import logging
+import math
 import mmap
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -21,7 +24,10 @@ import torch
 from streamrl.generation.instance.engine_variables import FEW_ROWS_SOURCES
 from streamrl.generation.instance.native_calls import NativeCall, library, native_call
 from streamrl.machine import compiled_c
+from streamrl.machine.cpu import this_cpu
 from streamrl.machine.engine_settings import MOST_ARRANGED_BYTES
+from streamrl.machine.first_time import announce
+from streamrl.machine.kept_results import keep_result, result_file
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +40,10 @@ BIAS = "few_rows_bias"
 ALIGNMENT = 64
 """Bytes: a line of the CPU's caches."""
 HUGE_PAGE = 1 << 21
+READ_BYTES = 128 << 20
+"""Bytes of weights that are read to find out whether prefetching helps: more than a core's caches hold."""
+TRIES = 5
+"""Reads with and as many without, of which the quickest count."""
 SOME = 64 << 20
 """Bytes of memory that are allocated at a time."""
 
@@ -80,10 +90,39 @@ def products(dtype: torch.dtype) -> Products | None:
         return None
     function = loaded.few_rows
     function.argtypes, function.restype = [ctypes.c_void_p] * 4 + [ctypes.c_long] * 3, None
+    loaded.prefetch.argtypes, loaded.prefetch.restype = [ctypes.c_int], None
+    loaded.prefetch(_gains_by_prefetching(loaded, dtype))
     arrangement = getattr(loaded, "arrange", None)
     if arrangement is not None:
         arrangement.argtypes, arrangement.restype = [ctypes.c_void_p] * 2 + [ctypes.c_long] * 2, None
     return Products(function, most_rows, loaded.few_rows_call, arrangement)
+
+
+def _gains_by_prefetching(loaded: ctypes.CDLL, dtype: torch.dtype) -> bool:
+    """Return whether a type's products are faster if they prefetch weights, measured now or on this machine before.
+
+    CPUs whose own prefetchers are better lose by it: an AMD EPYC with AVX2 alone a fifth of its speed.
+    """
+    path = result_file("prefetching", this_cpu().fingerprint(Path(loaded._name).name, READ_BYTES, TRIES))
+    with suppress(OSError, ValueError, TypeError, KeyError):
+        return bool(json.loads(path.read_bytes())["gains"])
+    announce("measuring whether prefetching makes this CPU read weights faster")
+    inputs = 1024
+    weight = Shelf(READ_BYTES).take(torch.Size((READ_BYTES // dtype.itemsize // inputs, inputs)), dtype)
+    if weight is None:
+        return True
+    weight.fill_(1)
+    x, y = torch.ones(1, inputs, dtype=dtype), torch.empty(1, len(weight), dtype=dtype)
+    quickest = {False: math.inf, True: math.inf}
+    for _ in range(TRIES):
+        for is_on in quickest:
+            loaded.prefetch(is_on)
+            began = time.thread_time()  # not what a busy machine gives to others meanwhile
+            loaded.few_rows(x.data_ptr(), weight.data_ptr(), None, y.data_ptr(), 1, *weight.shape)
+            quickest[is_on] = min(quickest[is_on], time.thread_time() - began)
+    gains = quickest[True] < quickest[False]
+    keep_result(path, {"gains": gains, "with_s": quickest[True], "without_s": quickest[False], "cpu": str(this_cpu())})
+    return gains
 
 
 def multiply(

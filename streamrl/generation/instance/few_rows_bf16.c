@@ -1,5 +1,5 @@
 /* y = x w' + b for up to 32 rows of x, in bf16 with sums in fp32, on CPUs that multiply bf16: with AMX by tiles of 16
-   rows, with AVX-512 row by row. Weights are read once, in order, and the next ones are prefetched.
+   rows, with AVX-512 row by row. Weights are read once, in order.
 
    They lie in panels of 16 outputs, [n / 16][k / 2][16][2], so that both kinds of instructions read 64 bytes at a time
    that belong to 16 outputs. n is a multiple of 16, k of 32. */
@@ -16,6 +16,11 @@ typedef uint16_t bf16;
 enum { PANEL = 16, LINE = 32, DEPTH = 32, TILES = 2 };
 #define AHEAD 8192 /* bytes */
 
+static int prefetches = 1;
+
+/* whether weights are prefetched from now on: it makes some CPUs faster, and others slower */
+void prefetch(int is_on) { prefetches = is_on; }
+
 static inline __m512 bias_of(const bf16 *b, long i) {
     if (!b) return _mm512_setzero_ps();
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const void *)(b + i))), 16));
@@ -26,6 +31,7 @@ static inline void put(__m512 sums, bf16 *y) { _mm256_storeu_si256((void *)y, (_
 /* M rows of x; each has U independent sums, so that no addition waits for the one before */
 #define ROWS(M, U)                                                                                             \
     static void rows_##M(const bf16 *x, const bf16 *w, const bf16 *b, bf16 *y, long n, long k) {              \
+        const int ahead = prefetches;                                                                         \
         _Pragma("omp parallel for schedule(static)") for (long i = 0; i < n; i += PANEL) {                    \
             const bf16 *panel = w + i * k;                                                                    \
             __m512 a[M][U];                                                                                   \
@@ -34,7 +40,7 @@ static inline void put(__m512 sums, bf16 *y) { _mm256_storeu_si256((void *)y, (_
             for (long j = 0; j < k; j += 2 * U)                                                               \
                 _Pragma("GCC unroll 8") for (int u = 0; u < U; u++) {                                         \
                     const bf16 *pairs = panel + (j + 2 * u) * PANEL;                                          \
-                    _mm_prefetch((const char *)pairs + AHEAD, _MM_HINT_T1);                                   \
+                    if (ahead) _mm_prefetch((const char *)pairs + AHEAD, _MM_HINT_T1);                        \
                     __m512bh v = (__m512bh)_mm512_loadu_si512(pairs);                                         \
                     _Pragma("GCC unroll 8") for (int m = 0; m < M; m++) {                                     \
                         int32_t pair;                                                                         \
@@ -91,10 +97,12 @@ static void lay_out(long m) {
     static inline void panel_##NUMBER(const bf16 *x, const bf16 *panel, __m512 bias, bf16 *y, long m, long k) { \
         _tile_zero(0);                                                                                         \
         _tile_zero(1);                                                                                         \
+        const int ahead = prefetches;                                                                          \
         for (long j = 0; j < k; j += DEPTH) {                                                                  \
             const char *next = (const char *)(panel + j * PANEL) + AHEAD;                                      \
-            _Pragma("GCC unroll 16") for (int line = 0; line < 16; line++)                                     \
-                _mm_prefetch(next + 64 * line, _MM_HINT_T1);                                                   \
+            if (ahead)                                                                                         \
+                _Pragma("GCC unroll 16") for (int line = 0; line < 16; line++)                                 \
+                    _mm_prefetch(next + 64 * line, _MM_HINT_T1);                                               \
             _tile_loadd(2, panel + j * PANEL, 64);                                                             \
             SUMS                                                                                               \
         }                                                                                                      \
@@ -168,4 +176,5 @@ void few_rows_call(const Call *c) {
 }
 #else
 long most_rows(void) { return 0; }
+void prefetch(int is_on) { (void)is_on; }
 #endif
