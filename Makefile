@@ -1,5 +1,5 @@
 # make demo    train a real model on this machine, from nothing (six minutes after installation; MINUTES=15 MEMORY=8 to change that)
-# make test    style, types and tests (about a quarter of an hour)
+# make test    style, types and tests (about twenty minutes)
 # make test-quick   nine tenths of the tests: none with vLLM, whole runs or ranks, and none that takes long (under three minutes)
 # make test-stress  whatever starts processes 10 times beside two busy processes (hours; FILES=..., COUNT=1, DELAYS=1, RECORD=FILE)
 # make test-browser  the dashboard in a headless browser (needs Chromium; PICTURES_OF=runs/demo renews docs/pictures/)

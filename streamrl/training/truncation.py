@@ -25,7 +25,7 @@ from dataclasses import dataclass
 import torch
 
 FIRST_LIKELIEST = 256
-"""Tokens that are sorted at first to find the edge of top-p; eight times as many until they suffice."""
+"""Tokens of a row that are sorted at first to find the edge of top-p; eight times as many until they suffice."""
 
 
 @dataclass(frozen=True)
@@ -80,13 +80,14 @@ def _keep_top_p_(logits: torch.Tensor, targets: torch.Tensor, top_p: float) -> N
     total = logits.logsumexp(-1, keepdim=True).double()
     vocabulary = logits.shape[-1]
     count = min(FIRST_LIKELIEST, vocabulary)
-    while True:
-        likeliest, places = logits.topk(count)
-        shares = (likeliest.double() - total).exp()
+    kept = torch.zeros_like(logits, dtype=torch.bool)
+    rows = torch.arange(len(logits), device=logits.device)  # those whose edge is not found yet
+    while len(rows):
+        likeliest, places = (logits if len(rows) == len(logits) else logits[rows]).topk(count)
+        shares = (likeliest.double() - total[rows]).exp()
         before = shares.cumsum(-1) - shares
         keep = ~(before >= top_p)  # NaN stays, and makes the log-probability NaN
-        if count == vocabulary or not bool(keep[:, -1].any()):
-            break
-        count = min(8 * count, vocabulary)
-    kept = torch.zeros_like(logits, dtype=torch.bool).scatter_(-1, places, keep)
+        found = ~keep[:, -1] if count < vocabulary else torch.ones_like(rows, dtype=torch.bool)
+        kept[rows[found, None], places[found]] = keep[found]
+        rows, count = rows[~found], min(8 * count, vocabulary)
     logits.masked_fill_(~kept, -math.inf)

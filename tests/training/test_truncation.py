@@ -48,6 +48,36 @@ def test_the_kept_tokens_are_those_of_the_rules_and_the_sampled_one(truncation: 
         assert torch.equal(logits[row, sorted(kept)], given[row, sorted(kept)])
 
 
+@pytest.mark.parametrize("top_p", [0.5, 0.9, 0.999])
+def test_more_tokens_are_sorted_of_those_rows_alone_whose_edge_is_far(
+    top_p: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(12, 5000, generator=generator)
+    flat = torch.tensor([2, 3, 11])
+    logits[[n for n in range(12) if n not in flat], :7] += 20
+    targets = logits.topk(3).indices[:, 2]
+    sorted_rows: list[tuple[int, int]] = []
+    topk = torch.Tensor.topk
+
+    def noted(self: torch.Tensor, count: int) -> object:
+        sorted_rows.append((len(self), count))
+        return topk(self, count)
+
+    monkeypatch.setattr(torch.Tensor, "topk", noted)
+    truncation = Truncation(top_p=top_p)
+    alone = torch.cat([row.clone() for row in logits.split(1)])
+    outside_alone = torch.cat(
+        [truncate_(row, target, truncation) for row, target in zip(alone.split(1), targets.split(1), strict=True)]
+    )
+    sorted_rows.clear()
+    together = logits.clone()
+    outside = truncate_(together, targets, truncation)
+    assert torch.equal(together, alone) and torch.equal(outside, outside_alone)
+    assert torch.isfinite(together).sum(-1)[flat].min() > 256 > torch.isfinite(together[0]).sum() > 0
+    assert sorted_rows[:2] == [(12, 256), (3, 2048)] and all(count == 3 for count, _ in sorted_rows[1:])
+
+
 @pytest.mark.parametrize("min_p", [0.02, 0.1, 0.5, 1.0])
 def test_min_p_keeps_what_transformers_keeps(min_p: float) -> None:
     logits = 3.0 * torch.randn(16, 600, generator=torch.Generator().manual_seed(0))
