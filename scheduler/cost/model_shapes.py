@@ -228,7 +228,7 @@ class Transformer:
         squares: Tokens = tokens**2
         if not self.windowed:
             return squares
-        near = np.minimum(tokens, self.window)
+        near = np.minimum(tokens, self.window) if isinstance(tokens, np.ndarray) else min(tokens, self.window)
         narrow: Tokens = near * (2 * tokens - near)
         return ((self.layers - self.windowed) * squares + self.windowed * narrow) / self.layers
 

@@ -115,6 +115,8 @@ def test_the_pairs_of_attention_packed_and_separate() -> None:
     first, second, filler = 8 + (16 - 8) + (20 - 8), 4 + (8 - 4), 16
     assert batch.squares(separate=False, pairs=window.pairs) == first + second + filler
     assert batch.squares(separate=True, pairs=window.pairs) == 12 + 16 + 4
+    for separate in (False, True):  # a number of numpy cannot be sent
+        assert type(batch.squares(separate, window.pairs)) is float
 
 
 def test_a_group_without_a_prompt_is_refused() -> None:

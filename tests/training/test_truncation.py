@@ -78,6 +78,13 @@ def test_more_tokens_are_sorted_of_those_rows_alone_whose_edge_is_far(
     assert sorted_rows[:2] == [(12, 256), (3, 2048)] and all(count == 3 for count, _ in sorted_rows[1:])
 
 
+def test_a_row_whose_tokens_are_all_kept_and_one_without_numbers_end_the_search() -> None:
+    logits = torch.zeros(2, 600)
+    logits[1] = math.nan
+    truncate_(logits, torch.tensor([5, 5]), Truncation(top_p=0.9999))
+    assert torch.equal(logits[0], torch.zeros(600)) and logits[1].isnan().all()
+
+
 @pytest.mark.parametrize("min_p", [0.02, 0.1, 0.5, 1.0])
 def test_min_p_keeps_what_transformers_keeps(min_p: float) -> None:
     logits = 3.0 * torch.randn(16, 600, generator=torch.Generator().manual_seed(0))
